@@ -1,0 +1,1 @@
+"""Attention: the seam with transformers, the sampler's side and the replay."""

@@ -1,0 +1,146 @@
+"""What a model's attention really does, measured by one short forward, and which models are refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from kvrl.attention import seam
+from kvrl.attention.kernels import attend
+from kvrl.attention.seam import AttentionCall
+from kvrl.errors import KvrlError
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """The facts that slots and replay need, as every layer's call showed them."""
+
+    num_layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    scaling: float
+    softcap: float | None
+    windows: tuple[int | None, ...]
+    max_length: int | None
+    """Longest sequence that RoPE rotates independently of its length; None: no limit."""
+
+
+class _Recorder:
+    """A context that records each layer's call and attends causally within its window."""
+
+    def __init__(self) -> None:
+        self.calls: list[AttentionCall] = []
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.calls.append(call)
+        return attend(call.q, call.k, call.v, None, **call.kernel())
+
+
+def text_config(model: nn.Module):
+    """The config of the text decoder."""
+    return model.config.get_text_config()  # type: ignore[union-attr, operator]
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Route the model's attention through the seam; without a context it still attends as `sdpa` does.
+
+    Idempotent. Raises KvrlError for a model that cannot be replayed exactly, with the reason.
+    """
+    config = text_config(model)
+    _refuse(model, config)
+    if config._attn_implementation != seam.NAME:
+        seam.register()
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        base.set_attn_implementation(seam.NAME)  # type: ignore[operator, union-attr]
+    return model
+
+
+def _refuse(model: nn.Module, config) -> None:
+    """Refuse by name what the replay does not implement (contract 7 and 13)."""
+    kind = config.model_type
+    if getattr(config, "is_encoder_decoder", False):
+        raise KvrlError(f"model: {kind} is an encoder-decoder; kvrl trains decoder-only language models")
+    if getattr(config, "kv_lora_rank", None):
+        raise KvrlError(f"model: {kind} uses latent attention (MLA), whose cached entries are not keys and values")
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention", "sliding_attention"}
+    if kinds:
+        raise KvrlError(
+            f"model: {kind} has layers of type {', '.join(sorted(kinds))}, whose state is not a list of KV entries; "
+            "use a model with full and sliding attention only"
+        )
+    if getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True):
+        raise KvrlError(f"model: {kind} attends in both directions; kvrl trains causal language models")
+    for name, value in config.to_dict().items():
+        noisy = name.endswith(("dropout", "drop", "pdrop", "dropout_prob")) or "jitter" in name
+        if noisy and isinstance(value, int | float) and value:
+            raise KvrlError(
+                f"model.config.{name}: {value} adds noise in training that the sampler did not have; set it to 0"
+            )
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Dropout) and module.p > 0:
+            raise KvrlError(
+                f"dropout: {module.p} in {name} adds noise in training that the sampler did not have; set it to 0"
+            )
+
+
+@torch.no_grad()
+def probe(model: nn.Module) -> ModelSpec:
+    """Run two tokens through the prepared model and read off what each layer's attention was asked to do."""
+    recorder = _Recorder()
+    device = next(model.parameters()).device
+    ids = torch.zeros(1, 2, dtype=torch.long, device=device)
+    model(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, kv=recorder)
+    config = text_config(model)
+    layers, calls = config.num_hidden_layers, recorder.calls
+    if [call.layer for call in calls] != list(range(layers)):
+        raise KvrlError(
+            f"model: {config.model_type} sent the attention of layers {[c.layer for c in calls]} through transformers' "
+            f"attention interface, not of layers 0 to {layers - 1} once each; layers outside it cannot be replayed"
+        )
+    shapes = {(c.q.shape[1], c.k.shape[1], c.q.shape[3], c.k.shape[3], c.v.shape[3]) for c in calls}
+    if len(shapes) > 1 or len({shape[2:] for shape in shapes}.pop()) != 3 or len(set(next(iter(shapes))[2:])) > 1:
+        raise KvrlError(f"model: {config.model_type} has layers or values of different widths {sorted(shapes)}")
+    scales = {(c.scaling, c.softcap) for c in calls}
+    if len(scales) > 1:
+        raise KvrlError(f"model: {config.model_type} scales attention differently from layer to layer: {scales}")
+    query_heads, kv_heads, head_dim = next(iter(shapes))[:3]
+    scaling, softcap = scales.pop()
+    return ModelSpec(
+        num_layers=layers,
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        scaling=scaling,
+        softcap=softcap,
+        windows=tuple(c.window for c in calls),
+        max_length=rope_limit(config),
+    )
+
+
+def rope_limit(config) -> int | None:
+    """Tokens beyond which RoPE's factors depend on the longest position seen (contract 3); None: never.
+
+    `longrope` and `dynamic` switch their factors at the original limit, for the whole batch at once.
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_type = parameters if "rope_type" not in parameters else {"all": parameters}
+    limits = []
+    for entry in by_type.values():
+        if isinstance(entry, dict) and entry.get("rope_type") in ("longrope", "dynamic"):
+            original = entry.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            limits.append(original or config.max_position_embeddings)
+    return min(limits) if limits else None
+
+
+def check_length(spec: ModelSpec, tokens: int, what: str) -> None:
+    """Raise KvrlError if a sequence of `tokens` would change RoPE's factors on the way."""
+    if spec.max_length is not None and tokens > spec.max_length:
+        raise KvrlError(
+            f"{what}: {tokens} tokens are over {spec.max_length}, where this model's RoPE changes its factors for "
+            f"tokens already cached; keep prompt and completion within {spec.max_length} tokens"
+        )

@@ -1,0 +1,79 @@
+"""The learner's side of the seam: one full-sequence forward in which every layer and head sees by lifetime.
+
+Exact because a token's key and value are computed once, under the token's own visible set, and never again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvrl.attention import flex, segments
+from kvrl.attention.kernels import attend
+from kvrl.attention.seam import AttentionCall
+from kvrl.cache.trace import NEVER, KVTrace
+from kvrl.errors import KvrlError
+
+Backend = Literal["mask", "segments", "flex"]
+
+
+class ReplayContext:
+    """Traces of a right-padded batch, ready for attention. Immutable: every layer and recomputation reads it alike.
+
+    traces: one for each row of the batch, or None for the dense view (nothing is evicted; the layers' own
+    sliding windows stay). length: padded length T of the batch.
+    """
+
+    def __init__(
+        self,
+        traces: Sequence[KVTrace] | None,
+        length: int,
+        *,
+        backend: Backend = "segments",
+        device: torch.device | str = "cpu",
+    ) -> None:
+        if backend == "flex" and torch.device(device).type != "cuda":
+            raise KvrlError("replay.backend: flex has no backward on CPU; use 'segments' (or 'mask', the reference)")
+        self.backend, self.length = backend, length
+        self.evicted_at: Tensor | None = None
+        self.plan: segments.Plan | None = None
+        if traces is None or not any(trace.num_events for trace in traces):
+            return  # the dense view
+        if backend == "segments":
+            self.plan = segments.Plan.from_traces(traces, length, device)
+        else:
+            self.evicted_at = stack_lifetimes(traces, length).to(device)  # [L, B, H, T]
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attention of the whole batch under the traces: q [B, Hq, T, D] -> [B, Hq, T, D]."""
+        if self.backend == "segments":
+            return segments.attend_segments(call, self.plan)
+        lifetimes = None if self.evicted_at is None else self.evicted_at[call.layer]  # [B, H, T]
+        if self.backend == "flex":
+            return flex.attend_flex(call, lifetimes)
+        return attend_mask(call, lifetimes)
+
+
+def stack_lifetimes(traces: Sequence[KVTrace], length: int) -> Tensor:
+    """`evicted_at` of a batch, padding never evicted: int32 [layers, B, kv_heads, T]."""
+    first = traces[0].events
+    out = torch.full((first.shape[0], len(traces), first.shape[1], length), NEVER, dtype=torch.int32)
+    for b, trace in enumerate(traces):
+        out[:, b, :, : trace.num_tokens] = trace.evicted_at()
+    return out
+
+
+def attend_mask(call: AttentionCall, evicted_at: Tensor | None) -> Tensor:
+    """The reference: a dense boolean mask, visible = k <= q < evicted_at[k] and within the layer's window."""
+    q = torch.arange(call.q.shape[2], device=call.q.device)[:, None]
+    k = torch.arange(call.k.shape[2], device=call.q.device)
+    visible = k <= q  # [T, T]
+    if call.window is not None:
+        visible = visible & (k > q - call.window)
+    visible = visible[None, None]
+    if evicted_at is not None:
+        visible = visible & (q < evicted_at[:, :, None, :])  # [B, H, T, T]
+    return attend(call.q, call.k, call.v, visible, **call.kernel())

@@ -1,0 +1,45 @@
+"""The cache section of a configuration: what a sequence may hold and who decides what goes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Granularity = Literal["per_head", "per_layer", "shared"]
+
+
+class CacheConfig(BaseModel):
+    """A sequence's KV cache. The one dial is `budget`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    policy: str = "rkv"
+    """Which entries go: a name of `kvrl policies`, or `dense` for the full cache."""
+    budget: int = Field(512, ge=1)
+    """KV entries that a sequence keeps per layer and KV head after a compaction."""
+    buffer: int = Field(128, ge=1)
+    """New entries between two compactions; a compaction runs whenever `budget + buffer` entries are held."""
+    window: int | None = Field(None, ge=0)
+    """Newest entries that always stay. None: the policy's own (see `kvrl policies`)."""
+    sinks: int | None = Field(None, ge=0)
+    """First tokens that always stay. None: the policy's own (4 for most)."""
+    protect_prompt: bool = False
+    """Keep the whole prompt for the whole rollout."""
+    granularity: Granularity | None = None
+    """Whose scores choose together: each KV head, the heads of a layer, or all layers. None: the policy's own."""
+    params: dict[str, Any] = Field(default_factory=dict)
+    """Further parameters of the policy (see `kvrl policies`)."""
+
+    @property
+    def capacity(self) -> int:
+        """Entries that a slot can hold: `budget + buffer`."""
+        return self.budget + self.buffer
+
+    @property
+    def is_dense(self) -> bool:
+        return self.policy == "dense"
+
+    def as_dense(self) -> CacheConfig:
+        """The same section with the full cache."""
+        return self.model_copy(update={"policy": "dense", "params": {}})

@@ -1,0 +1,244 @@
+"""The `kvrl` command: flags in, one call of the library, exit code out.
+
+Exit codes: 0 done, 2 a mistake of the user's (one line on stderr), 130 interrupted. Each subcommand imports
+what it needs when it runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Literal, NoReturn
+
+from kvrl.errors import KvrlError
+
+METHODS = ("dense", "naive", "corrected", "shadow_mask")
+DTYPES = ("float32", "bfloat16")
+
+# What is not a field of the configuration
+TRAIN_FLAGS = {"--help"}
+COMPARE_FLAGS = {"--help", "--methods", "--seeds", "--first_seed", "--json"}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Mistakes become KvrlError, so that a wrong flag reads like a wrong field."""
+
+    def error(self, message: str) -> NoReturn:
+        raise KvrlError(f"{message}; see `{self.prog} --help`")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        args = _parse(arguments)
+        args.run(args)
+    except KvrlError as error:
+        print(f"kvrl: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvrl: interrupted", file=sys.stderr)
+        return 130
+    return 0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all subcommands; the parsed `run` attribute is the subcommand's function."""
+    parser = _Parser(
+        prog="kvrl", description="Reinforcement learning with rollouts in a fixed KV-cache budget."
+    )
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
+    _add_train(commands)
+    _add_eval(commands)
+    _add_parity(commands)
+    _add_compare(commands)
+    _command(commands, "policies", _policies, "list the eviction policies with papers and parameters")
+    fetch = _command(commands, "fetch", _fetch, "get a model into the user's cache and print its folder")
+    fetch.add_argument("name", metavar="NAME", help="smollm2-135m")
+    return parser
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = build_parser()
+    if arguments[:1] not in (["train"], ["compare"]):
+        return parser.parse_args(arguments)
+    own = TRAIN_FLAGS if arguments[0] == "train" else COMPARE_FLAGS
+    rest, overrides = split_overrides(arguments, own)
+    args = parser.parse_args(rest)
+    args.overrides = overrides
+    return args
+
+
+def split_overrides(arguments: Sequence[str], own: set[str]) -> tuple[list[str], list[tuple[str, str]]]:
+    """Part `--section.field value` (or `=value`) from the command's `own` flags, in any order."""
+    rest: list[str] = []
+    overrides: list[tuple[str, str]] = []
+    items = iter(arguments)
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not name.startswith("--") or name in own:
+            rest.append(item)
+            continue
+        if not equals:
+            following = next(items, None)
+            if following is None or following.startswith("--"):
+                raise KvrlError(f"{name}: has no value; write {name} VALUE")
+            value = following
+        overrides.append((name[2:], value))
+    return rest, overrides
+
+
+def _command(commands: argparse._SubParsersAction, name: str, run, text: str) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_train(commands: argparse._SubParsersAction) -> None:
+    text = (
+        "train as CONFIG says; any field can be given as a flag: --section.field VALUE, --output_dir FOLDER"
+    )
+    parser = _command(commands, "train", _train, text)
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+
+
+def _add_eval(commands: argparse._SubParsersAction) -> None:
+    parser = _command(commands, "eval", _eval, "accuracy and KV bytes of a model under several cache budgets")
+    parser.add_argument("model", metavar="MODEL", help="a model folder, a fetched name, or a hub name")
+    parser.add_argument("--task", required=True, help="a name of the task registry")
+    parser.add_argument(
+        "--task_params", type=_yaml_mapping, default={}, metavar="YAML", help="e.g. '{max_n: 20}'"
+    )
+    parser.add_argument("--budgets", type=parse_budgets, default=["full"], help="e.g. 24,32,48,full")
+    _add_cache_flags(parser, policy="rkv")
+    parser.add_argument("--n", type=_positive, default=256, help="held-out problems")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
+    parser.add_argument("--max_completion_length", type=_positive, default=256)
+    parser.add_argument("--slots", type=_positive, default=None, help="sequences decoded at once")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    _add_common(parser)
+
+
+def _add_parity(commands: argparse._SubParsersAction) -> None:
+    parser = _command(
+        commands, "parity", _parity, "sample, replay, and print how far the log-probs are apart"
+    )
+    parser.add_argument("--model", default="tiny", help="tiny, smollm2-135m, or a model folder")
+    _add_cache_flags(parser, policy="all")
+    parser.add_argument("--budget", type=_positive, default=None, help="default: by model")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--prompts", type=_positive, default=None, help="default: by model")
+    parser.add_argument("--max_completion_length", type=_positive, default=None, help="default: by model")
+    _add_common(parser)
+
+
+def _add_compare(commands: argparse._SubParsersAction) -> None:
+    text = "train CONFIG under each method and seed; a table and a plot. Fields can be given as flags, as in train"
+    parser = _command(commands, "compare", _compare, text)
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("--methods", type=parse_methods, default=list(METHODS), help=",".join(METHODS))
+    parser.add_argument("--seeds", type=_positive, default=3, help="how many seeds for each method")
+    parser.add_argument(
+        "--first_seed", type=_natural, default=0, help="seeds are first_seed, first_seed + 1, ..."
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
+
+
+def _add_cache_flags(parser: argparse.ArgumentParser, policy: str) -> None:
+    parser.add_argument("--policy", default=policy, help=f"see `kvrl policies` (default {policy})")
+    parser.add_argument("--buffer", type=_positive, default=None, help="entries above the budget")
+    parser.add_argument("--window", type=_natural, default=None, help="newest entries that always stay")
+    parser.add_argument("--sinks", type=_natural, default=None, help="first entries that always stay")
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seed", type=_natural, default=0)
+    parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
+
+
+def parse_budgets(text: str) -> list[int | Literal["full"]]:
+    """`24,48,full` as `[24, 48, "full"]`."""
+    return ["full" if part == "full" else _positive(part) for part in text.split(",")]
+
+
+def parse_methods(text: str) -> list[str]:
+    """`naive,shadow_mask` as a list, each name checked."""
+    names = text.split(",")
+    for name in names:
+        if name not in METHODS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(METHODS)}")
+    return names
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _natural(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, minimum: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}") from None
+    if value < minimum:
+        raise argparse.ArgumentTypeError(f"{value} is below the minimum {minimum}")
+    return value
+
+
+def _yaml_mapping(text: str) -> dict:
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a YAML mapping such as '{{max_n: 20}}'")
+    return value
+
+
+def _train(args: argparse.Namespace) -> None:
+    from kvrl.train.config import load_config
+
+    config = load_config(args.config, args.overrides)
+    from kvrl.train.trainer import train
+
+    train(config)
+
+
+def _eval(args: argparse.Namespace) -> None:
+    from kvrl.eval.evaluate import run_eval
+
+    run_eval(args)
+
+
+def _parity(args: argparse.Namespace) -> None:
+    from kvrl.eval.parity import run_parity
+
+    run_parity(args)
+
+
+def _compare(args: argparse.Namespace) -> None:
+    from kvrl.eval.compare import run_compare
+
+    run_compare(args)
+
+
+def _policies(args: argparse.Namespace) -> None:
+    from kvrl.cache.policies import describe
+
+    print(describe())
+
+
+def _fetch(args: argparse.Namespace) -> None:
+    from kvrl.models.fetch import fetch
+
+    print(fetch(args.name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Where models come from: `tiny` builds one from scratch, `fetch` finds, downloads and converts real ones."""

@@ -1,0 +1,1 @@
+"""The sampler: rollouts in a fixed KV budget."""

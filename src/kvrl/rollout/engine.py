@@ -1,0 +1,409 @@
+"""The rollout engine: batched sampling over fixed slots, each request in a fixed KV budget."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvrl.attention.probe import check_length, prepare, probe
+from kvrl.attention.sampler import DecodeContext, PrefillContext
+from kvrl.cache.compaction import Compactor
+from kvrl.cache.config import CacheConfig
+from kvrl.cache.policies import check_budget, make_policy
+from kvrl.cache.slots import KVSlots
+from kvrl.cache.trace import KVTrace, num_events, occupancy
+from kvrl.errors import KvrlError
+from kvrl.head import Head, check_head, decoder
+from kvrl.rollout.config import SamplingConfig
+from kvrl.rollout.routing import RoutingRecorder
+from kvrl.rollout.sampling import Draw, draw
+from kvrl.rollout.types import FinishReason, Rollout, Support
+from kvrl.streams import fold, stream_key, uniform
+
+Continue = Callable[["Request"], Sequence[int] | None]
+"""Called when a completion ends by EOS or stop string: token ids to insert (a tool's answer, a user's turn), or None."""
+
+
+@dataclass
+class Request:
+    """One completion being sampled. `forwarded` counts the tokens whose K and V exist."""
+
+    prompt_ids: list[int]
+    prompt_index: int
+    sample_index: int
+    stream: int
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    support: list[Tensor] = field(default_factory=list)
+    routing: list[Tensor] = field(default_factory=list)
+    forwarded: int = 0
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class _Prompt:
+    """A prompt and the members of its group that wait for a slot."""
+
+    ids: list[int]
+    index: int
+    waiting: deque[Request]
+
+
+class Engine:
+    """Samples completions over `num_slots` fixed slots. Build once, use for one batch of prompts at a time.
+
+    max_prompt_length bounds the prompts to come. scratch_bytes bounds the policy's scoring, prefill_chunk the
+    tokens of a prompt that go through the model at once.
+    Raises KvrlError for a model that cannot be replayed, an unknown policy or a budget too small for it.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: CacheConfig,
+        sampling: SamplingConfig,
+        *,
+        num_slots: int,
+        max_prompt_length: int,
+        tokenizer: Any = None,
+        scratch_bytes: int = 64 << 20,
+        prefill_chunk: int = 512,
+    ) -> None:
+        if sampling.stop and tokenizer is None:
+            raise KvrlError("sampling.stop: stop strings need a tokenizer to read the text; pass tokenizer=")
+        self.model, self.cache, self.sampling, self.tokenizer = prepare(model), cache, sampling, tokenizer
+        check_head(model)
+        self.spec = probe(model)
+        self.policy = make_policy(cache)
+        self.num_slots, self.prefill_chunk = num_slots, prefill_chunk
+        self.max_prompt_length = max_prompt_length
+        self.max_tokens = max_prompt_length + sampling.max_completion_length
+        check_length(self.spec, self.max_tokens, "prompt + sampling.max_completion_length")
+        # The full cache is a slot that never fills: the last token has no forward (contract 2).
+        dense = self.policy is None
+        self.budget = self.max_tokens if dense else cache.budget
+        self.buffer = 1 if dense else cache.buffer
+        parameter = next(model.parameters())
+        self.device = parameter.device
+        self.slots = KVSlots(
+            self.spec, num_slots, budget=self.budget, buffer=self.buffer, max_tokens=self.max_tokens,
+            policy=self.policy, dtype=parameter.dtype, device=self.device,
+        )  # fmt: skip
+        self.compactor = (
+            None if dense else Compactor(self.slots, protect_prompt=cache.protect_prompt, scratch_bytes=scratch_bytes)
+        )
+        self.eos = frozenset(sampling.eos_token_ids if sampling.eos_token_ids is not None else eos_ids(model))
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of K and V as allocated, buffer and staging row included: known before the run (contract 9)."""
+        return self.slots.kv_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes beside K and V: positions, the policy's state and the most that scoring holds at once."""
+        return self.slots.state_bytes + (self.compactor.scratch_bytes if self.compactor else 0)
+
+    @property
+    def dense_kv_bytes(self) -> int:
+        """Bytes that K and V of as many slots (and the staging row) would take with the full cache."""
+        spec = self.spec
+        entries = sum(min(w or self.max_tokens, self.max_tokens) for w in spec.windows)
+        return 2 * entries * (self.num_slots + 1) * spec.kv_heads * spec.head_dim * self.slots.k.element_size()
+
+    @torch.no_grad()
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        seed: int = 0,
+        request_ids: Sequence[int] | None = None,
+        on_turn: Continue | None = None,
+    ) -> list[Rollout]:
+        """Sample `num_generations` completions of each prompt; they are consecutive in the result.
+
+        request_ids names each prompt's random stream (its index by default): with seed and sample index it
+        alone decides the randomness. Raises KvrlError for prompts that do not fit.
+        """
+        self._check(prompts)
+        ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
+        n = self.sampling.num_generations
+        waiting = deque(
+            _Prompt(list(p), i, deque(Request(list(p), i, g, stream_key(seed, ids[i], g)) for g in range(n)))
+            for i, p in enumerate(prompts)
+        )
+        every = [request for prompt in waiting for request in prompt.waiting]
+        done: dict[int, Rollout] = {}
+        active: dict[int, Request] = {}
+        start = time.perf_counter()
+        with self._sampling_mode() as routing:
+            self.routing = routing
+            self.head = Head(self.model).frozen()
+            staged: _Prompt | None = None
+            staged_logits = torch.empty(0)
+            while waiting or staged or active:
+                free = [row for row in range(self.num_slots) if row not in active]
+                while free and (staged or waiting):
+                    if staged is None:
+                        staged = waiting.popleft()
+                        staged_logits, staged_routing = self._prefill_prompt(staged, stream_key(seed, ids[staged.index]))
+                    row, request = free.pop(0), staged.waiting.popleft()
+                    self.slots.copy_row(self.num_slots, row)
+                    request.forwarded = len(request.prompt_ids)
+                    request.routing.extend(staged_routing)
+                    active[row] = request
+                    self._accept({row: request}, self._draw({row: request}, staged_logits, [row]), [row], on_turn)
+                    staged = staged if staged.waiting else None
+                    self._retire(active, done)
+                    if row not in active:
+                        free.insert(0, row)
+                if active:
+                    self._step(active, on_turn)
+                    self._retire(active, done)
+        seconds = time.perf_counter() - start
+        out = [done[id(request)] for request in every]
+        tokens = sum(len(r.completion_ids) for r in out)
+        stats = {
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "kv_bytes": float(self.kv_bytes),
+            "scratch_bytes": float(self.scratch_bytes),
+            "dense_kv_bytes": float(self.dense_kv_bytes),
+        }
+        return [replace(r, stats=stats) for r in out]
+
+    # One step of every slot -------------------------------------------------------------------------------
+
+    def _step(self, active: dict[int, Request], on_turn: Continue | None) -> None:
+        """Forward the newest token of every slot, let full slots be compacted, draw the next tokens."""
+        tokens, positions, at = [0] * self.num_slots, [0] * self.num_slots, [0] * self.num_slots
+        for row, request in active.items():
+            tokens[row] = request.completion_ids[-1]
+            positions[row] = request.forwarded
+            at[row] = occupancy(request.forwarded, self.budget, self.buffer)
+        ids, position, slots_at = torch.tensor([tokens, positions, at], device=self.device)
+        context = DecodeContext(self.slots, position, slots_at)
+        hidden = self._forward(ids[:, None], position[:, None], context)  # [S, 1, E]
+        for row, request in active.items():
+            request.forwarded += 1
+            if self.routing:
+                request.routing.append(self.routing.at(row, width=self.num_slots))
+        self._compact(list(active.items()), in_prompt=False)
+        rows = sorted(active)
+        logits = self.head(hidden[:, -1])  # [S, V]
+        self._accept(active, self._draw(active, logits, rows), rows, on_turn)
+
+    def _forward(self, ids: Tensor, positions: Tensor, context: DecodeContext | PrefillContext) -> Tensor:
+        return decoder(self.model)(
+            input_ids=ids, position_ids=positions, use_cache=False, kv=context
+        ).last_hidden_state
+
+    def _compact(self, rows: list[tuple[int, Request]], *, in_prompt: bool) -> None:
+        """Compact the rows whose occupancy has just reached budget + buffer."""
+        if self.compactor is None:
+            return
+        full = [
+            (row, r) for row, r in rows
+            if r.forwarded >= self.slots.capacity and (r.forwarded - self.slots.capacity) % self.buffer == 0
+        ]  # fmt: skip
+        if full:
+            self.compactor.compact(
+                [row for row, _ in full],
+                [r.forwarded for _, r in full],
+                [len(r.prompt_ids) for _, r in full],
+                [r.stream for _, r in full],
+                in_prompt=in_prompt,
+            )
+
+    def _draw(self, requests: dict[int, Request], logits: Tensor, rows: list[int]) -> Draw:
+        """Draw a token for every row of logits [rows or S, V], each from its request's own stream."""
+        streams = [0] * len(logits)
+        counts = [0] * len(logits)
+        for i, row in enumerate(rows):
+            at = i if len(logits) == len(rows) else row
+            streams[at], counts[at] = requests[row].stream, len(requests[row].completion_ids)
+        stream, count = torch.tensor([streams, counts], device=self.device)
+        drawn = draw(logits, uniform(fold(stream, count)), self.sampling)
+        if not bool(torch.isfinite(drawn.logprobs).all()):
+            raise KvrlError("model: its logits are not finite while sampling; check the weights, or use model.dtype float32")
+        return drawn
+
+    def _accept(self, requests: dict[int, Request], drawn: Draw, rows: list[int], on_turn: Continue | None) -> None:
+        """Append the drawn tokens and see which requests end or take a turn."""
+        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        sizes = drawn.support_sizes.tolist() if drawn.support_sizes is not None else None
+        for i, row in enumerate(rows):
+            at = i if len(tokens) == len(rows) else row
+            request = requests[row]
+            request.completion_ids.append(tokens[at])
+            request.logprobs.append(logprobs[at])
+            request.sampled.append(True)
+            if sizes is not None and drawn.support_ids is not None:
+                request.support.append(drawn.support_ids[at, : sizes[at]].cpu())
+            request.finish_reason = self._finish_reason(request)
+            if request.finish_reason in ("eos", "stop") and on_turn is not None:
+                self._take_turn(requests, row, request, on_turn)
+
+    def _finish_reason(self, request: Request) -> FinishReason | None:
+        if request.completion_ids[-1] in self.eos:
+            return "eos"
+        if self.sampling.stop and self._stopped(request.completion_ids):
+            return "stop"
+        if len(request.completion_ids) >= self.sampling.max_completion_length:
+            return "length"
+        return None
+
+    def _stopped(self, ids: list[int]) -> bool:
+        """Whether the newest token completed a stop string (every token holds a byte at least)."""
+        longest = max(len(s.encode()) for s in self.sampling.stop)
+        text = self.tokenizer.decode(ids[-longest - 4 :])
+        before = self.tokenizer.decode(ids[-longest - 4 : -1])
+        return any(text.count(s) > before.count(s) for s in self.sampling.stop)
+
+    def _take_turn(self, requests: dict[int, Request], row: int, request: Request, on_turn: Continue) -> None:
+        """Insert tokens that the policy did not sample and draw the next one after them (contract 12)."""
+        inserted = on_turn(request)
+        if inserted is None:
+            return
+        room = self.sampling.max_completion_length - len(request.completion_ids)
+        if len(inserted) == 0 or len(inserted) >= room:
+            request.finish_reason = "length" if len(inserted) else request.finish_reason
+            return
+        request.finish_reason = None
+        pending = [request.completion_ids[-1], *inserted]
+        request.completion_ids.extend(inserted)
+        request.logprobs.extend([0.0] * len(inserted))
+        request.sampled.extend([False] * len(inserted))
+        if self.sampling.truncates:
+            request.support.extend([torch.empty(0, dtype=torch.int32)] * len(inserted))
+        logits = self._prefill(row, request, pending, in_prompt=False)
+        self._accept(requests, self._draw(requests, logits, [row]), [row], on_turn)
+
+    # Prefill ----------------------------------------------------------------------------------------------
+
+    def _prefill_prompt(self, prompt: _Prompt, stream: int) -> tuple[Tensor, list[Tensor]]:
+        """Run a prompt alone into the staging row; returns the last token's logits [1, V] and its routing."""
+        self.slots.reset(self.num_slots)
+        request = Request(prompt.ids, prompt.index, 0, stream)
+        return self._prefill(self.num_slots, request, prompt.ids, in_prompt=True), request.routing
+
+    def _prefill(self, row: int, request: Request, ids: list[int], *, in_prompt: bool) -> Tensor:
+        """Forward tokens of one request alone, in fixed chunks that end where a compaction is due; [1, V] logits."""
+        hidden = torch.empty(0)
+        while ids:
+            held = occupancy(request.forwarded, self.budget, self.buffer)
+            if not self.slots.managed:
+                held = 0
+            size = min(len(ids), self.prefill_chunk, self.slots.capacity - held)
+            chunk, ids = ids[:size], ids[size:]
+            context = PrefillContext(self.slots, row, request.forwarded, held, size)
+            positions = torch.arange(request.forwarded, request.forwarded + size, device=self.device)[None]
+            hidden = self._forward(torch.tensor([chunk], device=self.device), positions, context)
+            request.forwarded += size
+            if self.routing:
+                request.routing.extend(self.routing.at(i, width=size) for i in range(size))
+            self._compact([(row, request)], in_prompt=in_prompt)
+        return self.head(hidden[:, -1])
+
+    # Bookkeeping ------------------------------------------------------------------------------------------
+
+    def _retire(self, active: dict[int, Request], done: dict[int, Rollout]) -> None:
+        for row in [row for row, request in active.items() if request.finish_reason]:
+            request = active.pop(row)
+            done[id(request)] = self._rollout(row, request)
+
+    def _rollout(self, row: int, request: Request) -> Rollout:
+        """Cut the request's trace out of the slots' record."""
+        total = len(request.prompt_ids) + len(request.completion_ids)
+        spec, s = self.spec, self.slots
+        events = num_events(request.forwarded, self.budget, self.buffer) if self.policy else 0
+        table = torch.full((spec.num_layers, spec.kv_heads, total), -1, dtype=s.events.dtype)
+        if events:
+            table[s.managed] = s.events[:, row, :, :total].cpu()
+        at = s.capacity + self.buffer * torch.arange(events, dtype=torch.int32)
+        scheduled = (self.budget, self.buffer) if self.policy else (0, 0)
+        support = None
+        if self.sampling.truncates:
+            sizes = torch.tensor([0, *(len(x) for x in request.support)], dtype=torch.int32)
+            support = Support(torch.cat(request.support), sizes.cumsum(0, dtype=torch.int32))
+        assert request.finish_reason is not None
+        return Rollout(
+            prompt_ids=request.prompt_ids,
+            completion_ids=request.completion_ids,
+            logprobs=torch.tensor(request.logprobs, dtype=torch.float32),
+            loss_mask=torch.tensor(request.sampled, dtype=torch.bool),
+            trace=KVTrace(table, at, *scheduled),
+            finish_reason=request.finish_reason,
+            temperature=self.sampling.temperature or 1.0,
+            support=support,
+            prompt_index=request.prompt_index,
+            sample_index=request.sample_index,
+            routing=torch.stack(request.routing, dim=1) if request.routing else None,
+        )
+
+    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Refuse prompts that do not fit, before any is prefilled."""
+        for i, prompt in enumerate(prompts):
+            if not len(prompt):
+                raise KvrlError(f"prompts[{i}]: is empty; a completion needs at least one token before it")
+            if len(prompt) > self.max_prompt_length:
+                raise KvrlError(f"prompts[{i}]: {len(prompt)} tokens are over the engine's {self.max_prompt_length}")
+            if self.policy is not None:
+                try:
+                    check_budget(self.cache, self.policy, len(prompt))
+                except KvrlError as error:
+                    raise KvrlError(f"prompts[{i}]: {error}") from None
+
+    @contextlib.contextmanager
+    def _sampling_mode(self) -> Iterator[RoutingRecorder | None]:
+        """Evaluation mode and, for mixtures of experts, kernels and a record of their routing; undone after."""
+        training = self.model.training
+        self.model.eval()
+        try:
+            with RoutingRecorder.attached(self.model) as recorder:
+                yield recorder
+        finally:
+            self.model.train(training)
+
+
+def eos_ids(model: Any) -> list[int]:
+    """Every EOS id of the model's generation config."""
+    ids = getattr(model, "generation_config", None) and model.generation_config.eos_token_id
+    if ids is None:
+        ids = model.config.get_text_config().eos_token_id
+    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+
+
+def rollout(
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    *,
+    cache: CacheConfig,
+    sampling: SamplingConfig,
+    seed: int = 0,
+    slots: int | None = None,
+    tokenizer: Any = None,
+    request_ids: Sequence[int] | None = None,
+    on_turn: Continue | None = None,
+) -> list[Rollout]:
+    """Sample completions of token-id prompts in a fixed KV budget.
+
+    Returns `sampling.num_generations` consecutive rollouts for each prompt. slots: sequences decoded together
+    (default: all, at most 128); at a given number a request's bits do not depend on the others.
+    Raises KvrlError for a model, policy, budget or prompt that cannot be run exactly.
+    """
+    if not len(prompts):
+        return []
+    num_slots = slots if slots is not None else min(128, len(prompts) * sampling.num_generations)
+    engine = Engine(
+        model, cache, sampling, num_slots=num_slots, max_prompt_length=max(map(len, prompts)), tokenizer=tokenizer
+    )
+    return engine.run(prompts, seed=seed, request_ids=request_ids, on_turn=on_turn)

@@ -1,0 +1,72 @@
+"""What is trained on: problems with a scorer, and worked solutions where the task has them.
+
+One task is one file with a class of the shape of `Task`, whose parameters are pydantic fields, and one line
+in `TASKS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from typing import Any, Protocol
+
+from pydantic import ValidationError
+from transformers import PreTrainedTokenizerBase
+
+from kvrl.errors import KvrlError
+from kvrl.train.config_file import explain
+
+Prompt = str | list[dict[str, str]]
+
+# name -> module:class, imported when asked for: a task may need an extra that is not installed
+TASKS = {
+    "recurrence": "kvrl.tasks.recurrence:Recurrence",
+    "jsonl": "kvrl.tasks.jsonl:JsonLines",
+}
+
+
+class Task(Protocol):
+    """Problems, their scorer and their worked solutions."""
+
+    name: str
+
+    def rows(self, split: str, n: int, seed: int) -> list[dict[str, Any]]:
+        """`n` problems of split `train` or `eval`, which never overlap: `prompt` and the reward's columns."""
+
+    def reward(self, completions: list[str], **columns: list) -> list[float | None]:
+        """One reward for each completion, from the rows' columns as lists; None drops the sample."""
+
+    def demonstrations(self, n: int, seed: int) -> list[tuple[Prompt, str]]:
+        """`n` pairs of prompt and completion text (without EOS). Errors: KvrlError if the task has none."""
+
+
+def get_task(name: str, **params: Any) -> Task:
+    """The task of that name. Errors: KvrlError for an unknown name or parameter, or a refused value."""
+    if name not in TASKS:
+        near = difflib.get_close_matches(name, TASKS, n=1)
+        remedy = f"did you mean {near[0]}?" if near else "choose one of them"
+        raise KvrlError(f"task.name: {name} is not one of {', '.join(TASKS)}; {remedy}")
+    module, _, attribute = TASKS[name].partition(":")
+    kind = getattr(importlib.import_module(module), attribute)
+    known = inspect.signature(kind).parameters
+    for param in params:
+        if param not in known:
+            raise KvrlError(
+                f"task.params.{param}: task {name} has no such parameter; it has {', '.join(known)}"
+            )
+    required = [key for key, value in known.items() if value.default is inspect.Parameter.empty]
+    for param in required:
+        if param not in params:
+            raise KvrlError(f"task.params.{param}: is missing and task {name} needs it; set it")
+    try:
+        return kind(**params)
+    except ValidationError as error:
+        raise KvrlError(explain(error, kind, prefix="task.params.")) from None
+
+
+def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
+    """Token ids of a prompt: text as it is, chat messages through the tokenizer's template, reply opened."""
+    if isinstance(prompt, str):
+        return tokenizer(prompt)["input_ids"]
+    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]

@@ -1,0 +1,1 @@
+"""Training: configuration, warm start, the training step, checkpoints."""

@@ -1,0 +1,346 @@
+"""The configuration of a training run: one pydantic model, read from a YAML file with flags over it.
+
+Each default stands in one place, here or in the section's own module. A field that does not exist, a value
+outside its limits or a combination that cannot work is refused when the file is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kvrl.cache.config import CacheConfig
+from kvrl.errors import KvrlError
+from kvrl.objectives.corrections import CorrectionConfig
+from kvrl.rollout.config import SamplingConfig
+
+Method = Literal["dense", "naive", "corrected", "shadow_mask"]
+DType = Literal["float32", "bfloat16"]
+View = Literal["sparse", "dense"]
+Budget = Annotated[int, Field(ge=1)] | Literal["full"]
+Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
+
+MAX_DEFAULT_SLOTS = 128
+
+# |logp sampler - logp replay| per token: (mean, p99). float32 leaves room over kernel rounding (about 1e-6);
+# bfloat16 over the noise between a cached and an uncached forward, which a dense rollout shows too.
+PARITY_TOLERANCES: dict[str, tuple[float, float]] = {"float32": (1e-5, 1e-4), "bfloat16": (0.03, 0.3)}
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown fields, infinities and NaN are errors."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class ModelSettings(Section):
+    path: str = "tiny"
+    """A model folder, a hub name, or `tiny`: the small random model with the task's own vocabulary."""
+    dtype: DType = "float32"
+    """Type of the resident model. With bfloat16 the optimiser holds float32 masters."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+
+
+class LoraSettings(Section):
+    r: int = Field(16, ge=1)
+    """Rank of the adapters."""
+    alpha: Positive = 32.0
+    """Scale: the adapters' output is multiplied by alpha / r."""
+    target_modules: Literal["all-linear"] | list[str] = "all-linear"
+    """Modules that get an adapter: `all-linear` (every linear layer but the head), or names."""
+    modules_to_save: list[str] = []
+    """Modules trained in full and saved with the adapters."""
+    dropout: float = 0.0
+    """Must stay 0: dropout noise would make the learner differ from the sampler."""
+
+    @model_validator(mode="after")
+    def _no_dropout(self) -> LoraSettings:
+        if self.dropout != 0:
+            raise KvrlError(
+                f"lora.dropout: {self.dropout} is not 0, and its noise would make the learner differ "
+                "from the sampler; set lora.dropout to 0"
+            )
+        return self
+
+
+class RolloutSettings(Section):
+    slots: int | None = Field(None, ge=1)
+    """Sequences decoded at once. Default: prompts_per_step * num_generations, at most 128."""
+    on_small_budget: Literal["stop", "drop"] = "stop"
+    """A prompt whose protected entries exceed cache.budget stops the run, or is dropped and counted."""
+
+
+class ReplaySettings(Section):
+    backend: Literal["segments", "mask", "flex"] = "segments"
+    """How the learner attends by lifetimes: equal in value. `mask` is the reference, `flex` needs CUDA."""
+    logprob_chunk: int = Field(512, ge=1)
+    """Positions whose logits exist at once when log-probs are computed."""
+
+
+class TaskSettings(Section):
+    name: str = "recurrence"
+    """What is trained on: a name of the task registry."""
+    params: dict[str, Any] = {}
+    """Parameters of the task, checked by the task."""
+
+
+class RewardSettings(Section):
+    on_error: Literal["stop", "drop"] = "stop"
+    """A NaN or an exception of the reward stops the run with the sample named, or drops the sample."""
+
+
+class OverlongPenalty(Section):
+    cache_length: int = Field(ge=1)
+    """Tokens before max_completion_length over which the reward falls linearly by 1 (DAPO, eq. 13)."""
+
+
+class DynamicSampling(Section):
+    max_rounds: int = Field(ge=1)
+    """Rollout rounds that may be spent to replace groups whose rewards are all equal (DAPO)."""
+
+
+class GrpoSettings(Section):
+    num_generations: int = Field(8, ge=2)
+    """Completions of one prompt: the group over which rewards are compared. The sampler follows it."""
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
+    """How tokens are weighted and ratios clipped."""
+    scale_rewards: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that divides the advantages: the group's, the batch's, or none."""
+    beta: NonNegative = 0.0
+    """Weight of the k3 KL to the reference policy, in the learner's view. 0: no reference is computed."""
+    epsilon: NonNegative = 0.2
+    """Clip range of the ratio below 1."""
+    epsilon_high: NonNegative | None = None
+    """Clip range of the ratio above 1. Default: epsilon."""
+    num_iterations: int = Field(1, ge=1)
+    """Optimiser passes over one rollout batch."""
+    num_minibatches: int = Field(1, ge=1)
+    """Optimiser steps that one pass over the rollout batch is split into."""
+    mask_truncated_completions: bool = False
+    """Leave completions that hit max_completion_length out of the loss."""
+    overlong_penalty: OverlongPenalty | None = None
+    """Soft penalty on the length of completions."""
+    dynamic_sampling: DynamicSampling | None = None
+    """Refill groups without signal."""
+    old_logprobs: Literal["sampler", "recompute"] = "recompute"
+    """Denominator of the ratio: the sampler's own log-probs, or a forward pass in the learner's view."""
+
+
+class TrainSettings(Section):
+    max_steps: int = Field(100, ge=1)
+    """Rollout batches. Each gives num_iterations * num_minibatches optimiser steps."""
+    prompts_per_step: int = Field(8, ge=1)
+    """Prompts of one rollout batch."""
+    micro_batch_tokens: int = Field(16_384, ge=1)
+    """Padded tokens of one forward and backward pass; a longer sequence goes alone. The loss is the same."""
+    learning_rate: Positive = 1e-6
+    """Peak learning rate of AdamW."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"
+    """After the warm-up: stay, or fall to 0 at the last step."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimiser steps over which the learning rate rises from 0."""
+    weight_decay: NonNegative = 0.0
+    """Decoupled weight decay, on matrices alone."""
+    adam_beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of AdamW's first moment."""
+    adam_beta2: float = Field(0.999, ge=0, lt=1)
+    """Decay of AdamW's second moment."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this norm."""
+    num_threads: int | None = Field(None, ge=1)
+    """Arithmetic threads on the CPU. Default: PyTorch's."""
+
+
+class WarmStart(Section):
+    steps: int = Field(200, ge=1)
+    """Optimiser steps of supervised training before reinforcement learning."""
+    batch_size: int = Field(32, ge=1)
+    """Demonstrations of one step."""
+    learning_rate: Positive = 3e-3
+    """Peak learning rate of AdamW: a short warm-up, level, then down to 0."""
+    demonstrations: int | None = Field(None, ge=1)
+    """Demonstrations drawn from the task and passed over again when spent. Default: steps * batch_size."""
+    seed: int | None = Field(None, ge=0)
+    """Seed of the demonstrations and their order. Default: the run's seed."""
+
+
+class EvalSettings(Section):
+    every: int = Field(0, ge=0)
+    """Steps between evaluations. 0: at the start and at the end alone."""
+    n: int = Field(256, ge=0)
+    """Held-out problems. 0: no evaluation."""
+    budgets: list[Budget] | None = Field(None, min_length=1)
+    """Cache budgets evaluated, `full` for the whole cache. Default: cache.budget and full."""
+    seed: int = Field(0, ge=0)
+    """Seed of the held-out problems and of their sampling: the same at each evaluation."""
+
+
+class ParitySettings(Section):
+    samples: int = Field(16, ge=1)
+    """Completions of each step on which |logp sampler - logp replay| is measured before any update."""
+    mean_tolerance: Positive | None = None
+    """Mean above which the run stops. Default: 1e-5 in float32, 0.03 in bfloat16."""
+    p99_tolerance: Positive | None = None
+    """99th percentile above which the run stops. Default: 1e-4 in float32, 0.3 in bfloat16."""
+    dense_every: int = Field(10, ge=0)
+    """Steps between measurements of the dense-against-sparse mismatch and the repetition rate. 0: never."""
+
+
+class CheckpointSettings(Section):
+    every: int = Field(0, ge=0)
+    """Steps between checkpoints. 0: only the model at the end."""
+    resume: str | None = None
+    """A checkpoint folder, or `latest`: the newest one under output_dir. The warm start is then skipped."""
+    keep: int = Field(2, ge=1)
+    """Checkpoints kept on disk; older ones are deleted."""
+
+
+class Config(Section):
+    """Everything that a training run depends on."""
+
+    method: Method = "shadow_mask"
+    """Which cache the rollouts use, in which view the learner computes, and what it does about a mismatch."""
+    algorithm: Literal["grpo"] = "grpo"
+    """The reinforcement learning algorithm."""
+    output_dir: str = "runs/default"
+    """Where metrics, checkpoints, table and plot go."""
+    seed: int = Field(0, ge=0)
+    """Seed of the model's random start, the data order and the sampler's random streams."""
+    model: ModelSettings = ModelSettings()
+    lora: LoraSettings | None = None
+    cache: CacheConfig = CacheConfig()
+    grpo: GrpoSettings = GrpoSettings()
+    correction: CorrectionConfig = CorrectionConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    rollout: RolloutSettings = RolloutSettings()
+    replay: ReplaySettings = ReplaySettings()
+    task: TaskSettings = TaskSettings()
+    reward: RewardSettings = RewardSettings()
+    train: TrainSettings = TrainSettings()
+    warm_start: WarmStart | None = None
+    eval: EvalSettings = EvalSettings()
+    parity: ParitySettings = ParitySettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+
+    @property
+    def learner_view(self) -> View:
+        """The view of every log-prob in the objective: learner, old and reference."""
+        return "sparse" if self.method == "shadow_mask" else "dense"
+
+    @property
+    def sampler_view(self) -> View:
+        """The view that the sampler's own log-probs are in."""
+        return "dense" if self.method == "dense" else "sparse"
+
+    @property
+    def rollout_cache(self) -> CacheConfig:
+        """The rollouts' cache: under method dense the full one, `cache` being kept for the evaluation."""
+        return self.cache.as_dense() if self.method == "dense" else self.cache
+
+    @property
+    def slots(self) -> int:
+        """Sequences decoded at once."""
+        batch = self.train.prompts_per_step * self.grpo.num_generations
+        return self.rollout.slots or min(batch, MAX_DEFAULT_SLOTS)
+
+    @property
+    def parity_tolerances(self) -> tuple[float, float]:
+        """(mean, p99) of |logp sampler - logp replay| above which the run stops."""
+        mean, p99 = PARITY_TOLERANCES[self.model.dtype]
+        return self.parity.mean_tolerance or mean, self.parity.p99_tolerance or p99
+
+    @property
+    def eval_budgets(self) -> list[int | Literal["full"]]:
+        """Cache budgets of the evaluation, `full` for the whole cache."""
+        return self.eval.budgets or [self.cache.budget, "full"]
+
+    @model_validator(mode="after")
+    def _group_size_has_one_place(self) -> Config:
+        wanted = self.grpo.num_generations
+        if "num_generations" in self.sampling.model_fields_set and self.sampling.num_generations != wanted:
+            raise KvrlError(
+                f"sampling.num_generations: {self.sampling.num_generations} differs from "
+                f"grpo.num_generations ({wanted}), which it follows; set grpo.num_generations alone"
+            )
+        self.sampling = self.sampling.model_copy(update={"num_generations": wanted})
+        return self
+
+    @model_validator(mode="after")
+    def _method_fits_the_cache(self) -> Config:
+        if self.method != "dense" and self.cache.policy == "dense":
+            raise KvrlError(
+                f"cache.policy: dense keeps every entry, so method {self.method} has nothing to compress; "
+                "set method to dense, or cache.policy to one that `kvrl policies` lists"
+            )
+        if self.grpo.old_logprobs == "sampler" and self.learner_view != self.sampler_view:
+            raise KvrlError(
+                f"grpo.old_logprobs: sampler gives log-probs in the {self.sampler_view} view, and the "
+                f"learner of method {self.method} is in the {self.learner_view} view; "
+                "set grpo.old_logprobs to recompute"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _sampler_explores(self) -> Config:
+        if self.sampling.temperature == 0:
+            raise KvrlError(
+                "sampling.temperature: 0 is greedy, so all completions of a prompt are equal and nothing can "
+                "be learned; set sampling.temperature above 0"
+            )
+        penalty, limit = self.grpo.overlong_penalty, self.sampling.max_completion_length
+        if penalty is not None and penalty.cache_length > limit:
+            raise KvrlError(
+                f"grpo.overlong_penalty.cache_length: {penalty.cache_length} is above "
+                f"sampling.max_completion_length ({limit}); lower it to at most {limit}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _batch_and_schedule(self) -> Config:
+        if self.grpo.num_minibatches > self.train.prompts_per_step:
+            raise KvrlError(
+                f"grpo.num_minibatches: {self.grpo.num_minibatches} is above train.prompts_per_step "
+                f"({self.train.prompts_per_step}); lower it or raise train.prompts_per_step"
+            )
+        updates = self.train.max_steps * self.grpo.num_iterations * self.grpo.num_minibatches
+        if self.train.warmup_steps >= updates:
+            raise KvrlError(
+                f"train.warmup_steps: {self.train.warmup_steps} is not below the run's {updates} optimiser "
+                f"steps; lower it to at most {updates - 1}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _replay_backend_exists_here(self) -> Config:
+        if self.replay.backend == "flex" and not torch.cuda.is_available():
+            raise KvrlError(
+                "replay.backend: flex needs CUDA (it has no backward pass on the CPU) and none is available; "
+                "set replay.backend to segments"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _resume_exists(self) -> Config:
+        resume = self.checkpoint.resume
+        if resume not in (None, "latest") and not Path(resume).is_dir():
+            raise KvrlError(
+                f"checkpoint.resume: {resume} is not a folder; give a checkpoint folder or `latest`, "
+                "or leave it out"
+            )
+        return self
+
+
+def load_config(path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> Config:
+    """Read a YAML file, lay `(dotted.path, YAML text)` flags over it, and check the whole.
+
+    Errors: KvrlError, one line, for a file that cannot be read, and for the first wrong field.
+    """
+    from kvrl.train.config_file import read_config
+
+    return read_config(Config, path, overrides)
