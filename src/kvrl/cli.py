@@ -134,7 +134,7 @@ def _add_parity(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_compare(commands: argparse._SubParsersAction) -> None:
-    text = "train CONFIG under each method and seed; a table and a plot. Fields can be given as flags, as in train"
+    text = "train CONFIG under each method and seed: table and plot. Fields can be flags, as in train"
     parser = _command(commands, "compare", _compare, text)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("--methods", type=parse_methods, default=list(METHODS), help=",".join(METHODS))

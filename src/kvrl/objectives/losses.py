@@ -93,7 +93,7 @@ def policy_loss(
     advantage = advantages[:, None]  # [N, 1]
 
     if loss_type == "cispo":
-        objective = ratio.clamp(max=upper).detach() * advantage * torch.where(mask, logps, 0)  # [N, C]
+        objective = ratio.clamp(max=upper).detach() * advantage * logps  # [N, C]
         clipped_low = torch.zeros_like(units)
         clipped_high = ratio > upper
     else:

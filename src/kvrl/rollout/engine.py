@@ -87,9 +87,9 @@ class Engine:
         self.max_prompt_length = max_prompt_length
         self.max_tokens = max_prompt_length + sampling.max_completion_length
         check_length(self.spec, self.max_tokens, "prompt + sampling.max_completion_length")
-        # The full cache is a slot that never fills: the last token has no forward (contract 2).
+        # The full cache is a slot of max_tokens entries that never fills: the last token has no forward (contract 2).
         dense = self.policy is None
-        self.budget = self.max_tokens if dense else cache.budget
+        self.budget = self.max_tokens - 1 if dense else cache.budget
         self.buffer = 1 if dense else cache.buffer
         parameter = next(model.parameters())
         self.device = parameter.device
@@ -368,7 +368,7 @@ class Engine:
         training = self.model.training
         self.model.eval()
         try:
-            with RoutingRecorder.attached(self.model) as recorder:
+            with RoutingRecorder.attached(self.model, batch_invariant=True) as recorder:
                 yield recorder
         finally:
             self.model.train(training)

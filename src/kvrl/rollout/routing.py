@@ -20,11 +20,11 @@ class RoutingRecorder:
 
     @classmethod
     @contextlib.contextmanager
-    def attached(cls, model: nn.Module) -> Iterator[RoutingRecorder | None]:
+    def attached(cls, model: nn.Module, *, batch_invariant: bool) -> Iterator[RoutingRecorder | None]:
         """Record inside the block; None for a model without routers.
 
-        Inside it every token's experts are computed on their own (`batched_mm`): the default groups tokens
-        by expert, and a token's bits would depend on its batch mates (contract 4).
+        batch_invariant: every token's experts are computed on their own (`batched_mm`); the default groups
+        tokens by expert, and a token's bits would depend on its batch mates (contract 4).
         """
         routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
         if not routers:
@@ -32,7 +32,8 @@ class RoutingRecorder:
             return
         recorder, lm = cls(), causal_lm(model)
         before = text_config(model)._experts_implementation
-        lm.set_experts_implementation("batched_mm")
+        if batch_invariant:
+            lm.set_experts_implementation("batched_mm")
         handles = [routers[0].register_forward_pre_hook(lambda *_: recorder.newest.clear())]
         handles += [m.register_forward_hook(lambda m, a, out: recorder.newest.append(out[-1])) for m in routers]
         try:

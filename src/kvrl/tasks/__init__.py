@@ -23,6 +23,7 @@ Prompt = str | list[dict[str, str]]
 TASKS = {
     "recurrence": "kvrl.tasks.recurrence:Recurrence",
     "jsonl": "kvrl.tasks.jsonl:JsonLines",
+    "reasoning_gym": "kvrl.tasks.reasoning_gym:ReasoningGym",
 }
 
 

@@ -36,8 +36,8 @@ class ReasoningGym(BaseModel):
     """The task.
 
     Splits: each is drawn from its own random stream, and a question belongs to one of them by a hash of its
-    text, so that none occurs in both, whatever the seeds. Eval questions are distinct; train questions come as
-    the library draws them. (A few of its data sets order sets of strings: for these, set PYTHONHASHSEED.)
+    text, so that none occurs in both, whatever the seeds. Eval questions are distinct; train questions come
+    as the library draws them. (A few of its data sets order sets of strings: for these, set PYTHONHASHSEED.)
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -141,7 +141,7 @@ class ReasoningGym(BaseModel):
             chosen.append(entry)
         if len(chosen) < n:
             raise KvrlError(
-                f"{split}.n: {n} is above the {len(chosen)} {split} problems in {limit} draws of {self.dataset}; "
+                f"{split}.n: {n} is above the {len(chosen)} {split} problems that {limit} draws gave; "
                 "lower it or widen task.params.config"
             )
         return chosen
@@ -200,6 +200,6 @@ def _library() -> Any:
         import reasoning_gym
     except ImportError as error:
         raise KvrlError(
-            "task.name: reasoning_gym needs the package reasoning-gym; install it with pip install 'kvrl[tasks]'"
+            "task.name: reasoning_gym needs the package reasoning-gym; install it: pip install 'kvrl[tasks]'"
         ) from error
     return reasoning_gym

@@ -4,8 +4,8 @@
     completion   #3 3 + 7 = 0 #4 7 + 0 = 7 ... #20 a + b = c
 
 `#N` says how far to go, `#t a + b = c` is one step, and the reward is 1 if the last value is right. A step
-needs the two before it alone, so a small cache would do, if the policy kept the right entries. With N in 18..22 a
-completion has 96 to 120 tokens and EOS.
+needs the two before it alone, so a small cache would do, if the policy kept the right entries. A completion
+has 96 to 120 tokens and EOS for N in 18..22.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvrl.cache.config import CacheConfig
+from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
 from kvrl.objectives.corrections import CorrectionConfig
 from kvrl.rollout.config import SamplingConfig
@@ -284,6 +285,18 @@ class Config(Section):
                 f"learner of method {self.method} is in the {self.learner_view} view; "
                 "set grpo.old_logprobs to recompute"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _policy_fits_its_budgets(self) -> Config:
+        make_policy(self.cache)  # raises where parameters are wrong or the budget is too small
+        for budget in self.eval_budgets:
+            if budget == "full":
+                continue
+            try:
+                make_policy(self.cache.model_copy(update={"budget": budget}))
+            except KvrlError as error:
+                raise KvrlError(f"eval.budgets: {budget} is refused: {error}") from None
         return self
 
     @model_validator(mode="after")

@@ -17,8 +17,8 @@ OnStep = Callable[[int, dict[str, float]], None]
 
 IGNORED = -100  # a label that the cross-entropy leaves out
 
-# At a learning rate this high a long memory of squared gradients, or a rate that stays high to the end, leaves
-# the result to chance: two seeds ended at 2% and 43% accuracy.
+# With AdamW's usual 0.999 and no warm-up the tiny model's result is chance: two seeds ended at 2% and 43%
+# accuracy, against 51% and 70% so.
 BETAS = (0.9, 0.95)
 WARMUP_SHARE, DECAY_SHARE = 0.05, 0.4
 
@@ -65,7 +65,7 @@ def warm_start(
 
 
 def learning_rate(settings: WarmStart, step: int) -> float:
-    """Of step 1, 2, ...: up over the first 5% of the steps, level, and linearly towards 0 over the last 40%."""
+    """Of step 1, 2, ...: up over the first 5% of the steps, level, linearly towards 0 over the last 40%."""
     up = step / (settings.steps * WARMUP_SHARE)
     down = (settings.steps - step + 1) / (settings.steps * DECAY_SHARE)
     return settings.learning_rate * min(1.0, up, down)

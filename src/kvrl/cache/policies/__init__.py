@@ -19,7 +19,7 @@ from kvrl.cache.policies.streaming import Streaming
 from kvrl.cache.policies.tova import TOVA
 from kvrl.errors import KvrlError
 
-__all__ = ["POLICIES", "Entries", "Observation", "Policy", "check_budget", "make_policy"]
+__all__ = ["POLICIES", "Entries", "Observation", "Policy", "check_budget", "describe", "make_policy"]
 
 POLICIES: dict[str, type[Policy]] = {
     p.name: p for p in (RKV, SnapKV, H2O, TOVA, Streaming, KeyDiff, KNorm, Recent, Random)
@@ -72,3 +72,18 @@ def check_budget(cache: CacheConfig, policy: Policy, prompt_length: int) -> None
             f"cache.budget: {cache.budget} is below the {first + window} entries that must stay "
             f"({what} + {window} newest); raise cache.budget to at least {first + window}"
         )
+
+
+def describe() -> str:
+    """The policies with papers and parameters, for `kvrl policies`."""
+    lines = []
+    for name, cls in POLICIES.items():
+        summary = (cls.__doc__ or "").strip().splitlines()[0]
+        lines.append(f"{name}  ({cls.paper})\n    {summary}")
+        for field, info in cls.model_fields.items():
+            computed = cls.defaults(budget=2)
+            default = "half the budget" if field in computed else info.default
+            where = "cache." if field in ("window", "sinks", "granularity") else "cache.params."
+            lines.append(f"      {where}{field}: {default}  {info.description}")
+    lines.append("dense\n    The full cache: nothing is evicted.")
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""The end of a run: a table of start and end, and the reward curve as a PNG."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+
+def read_metrics(output_dir: Path) -> tuple[list[dict], list[dict]]:
+    """Step records and evaluation records of a run. A resumed run's later record of a step wins."""
+    steps: dict[int, dict] = {}
+    evaluations: dict[tuple[int, str], dict] = {}
+    for line in (output_dir / "metrics.jsonl").read_text().splitlines():
+        record = json.loads(line)
+        if "budget" in record:
+            evaluations[record["step"], record["budget"]] = record
+        else:
+            steps[record["step"]] = record
+    return [steps[k] for k in sorted(steps)], list(evaluations.values())
+
+
+def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, Any]:
+    """Write summary.json and reward.png from metrics.jsonl and show the closing table."""
+    steps, evaluations = read_metrics(output_dir)
+    budgets = list(dict.fromkeys(e["budget"] for e in evaluations))
+    rows = []
+    for budget in budgets:
+        mine = sorted((e for e in evaluations if e["budget"] == budget), key=lambda e: e["step"])
+        rows.append({"decoding": "full cache" if budget == "full" else f"budget {budget}", "start": mine[0], "end": mine[-1]})
+    parity = {k: max(s[f"parity/{k}"] for s in steps) for k in ("mean", "p99", "max")} if steps else {}
+    summary = {
+        "steps": len(steps),
+        "seconds": sum(s["seconds"] for s in steps),
+        "reward_first": steps[0]["reward"] if steps else None,
+        "reward_last": steps[-1]["reward"] if steps else None,
+        "parity_worst": parity,
+        "decodings": rows,
+    }
+    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    table = Table(title="held-out accuracy")
+    for name in ("decoding", "start", "end", "KV bytes", "of full cache"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        start, end = row["start"], row["end"]
+        table.add_row(
+            row["decoding"], f"{start['accuracy']:.3f}", f"{end['accuracy']:.3f}", f"{end['kv_bytes']:,}",
+            f"{end['kv_bytes_share']:.0%}",
+        )  # fmt: skip
+    if rows:
+        say(table)
+    if parity:
+        say(
+            "parity |logp sampler - logp replay|, worst step: "
+            f"mean {parity['mean']:.1e}, p99 {parity['p99']:.1e}, max {parity['max']:.1e}"
+        )
+        plot_reward(output_dir / "reward.png", {"reward": [s["reward"] for s in steps]}, evaluations)
+        say(f"reward curve: {output_dir / 'reward.png'}")
+    return summary
+
+
+def smooth(values: list[float], width: int = 5) -> list[float]:
+    """Trailing mean over `width` steps."""
+    return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(values))]
+
+
+def plot_reward(path: Path, curves: dict[str, list[float]], evaluations: list[dict]) -> None:
+    """Rewards over steps with their trailing mean, and held-out accuracies as points."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
+    for name, values in curves.items():
+        steps = range(1, len(values) + 1)
+        axes.plot(steps, values, color="C0", alpha=0.25, linewidth=1)
+        axes.plot(steps, smooth(values), color="C0", label=f"{name} (mean of 5 steps)")
+    for i, budget in enumerate(dict.fromkeys(e["budget"] for e in evaluations)):
+        mine = [e for e in evaluations if e["budget"] == budget]
+        label = "held out, full cache" if budget == "full" else f"held out, budget {budget}"
+        axes.plot([e["step"] for e in mine], [e["accuracy"] for e in mine], "o--", color=f"C{i + 1}", label=label)
+    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,72 @@
+"""One step's rollouts with rewards and advantages, and how they are cut for the learner."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvrl.logprobs import completion_mask
+from kvrl.objectives.advantages import Advantages, group_advantages, overlong_penalty
+from kvrl.rollout.types import Rollout
+from kvrl.train.config import Config
+
+
+@dataclass(frozen=True)
+class Batch:
+    """N scored rollouts: groups are consecutive. mask is what the loss counts."""
+
+    rollouts: list[Rollout]
+    rewards: Tensor  # f32 [N], NaN where there was none
+    advantages: Advantages
+    mask: Tensor  # bool [N, C]
+
+    @classmethod
+    def build(cls, rollouts: list[Rollout], rewards: Tensor, config: Config) -> Batch:
+        """Penalise length, compare within groups, and take out what must not count."""
+        grpo, limit = config.grpo, config.sampling.max_completion_length
+        lengths = torch.tensor([len(r.completion_ids) for r in rollouts])
+        if grpo.overlong_penalty is not None:
+            rewards = rewards + overlong_penalty(lengths, limit, grpo.overlong_penalty.cache_length)
+        advantages = group_advantages(rewards, grpo.num_generations, grpo.scale_rewards)
+        mask = completion_mask(rollouts) & advantages.keep[:, None]
+        if grpo.mask_truncated_completions:
+            truncated = torch.tensor([r.finish_reason == "length" for r in rollouts])
+            mask &= ~truncated[:, None]
+        return cls(rollouts, rewards, advantages, mask)
+
+    def metrics(self) -> dict[str, float]:
+        """Lengths, endings and what became of the groups."""
+        lengths = [len(r.completion_ids) for r in self.rollouts]
+        return {
+            "completion_length": sum(lengths) / len(lengths),
+            "completion_length_max": float(max(lengths)),
+            "truncated": sum(r.finish_reason == "length" for r in self.rollouts) / len(self.rollouts),
+            "evictions": sum(r.trace.num_events for r in self.rollouts) / len(self.rollouts),
+            **self.advantages.metrics(),
+        }
+
+
+def minibatches(count: int, num_minibatches: int, group: int, seed: int) -> Iterator[list[int]]:
+    """Indices of each optimiser step: whole groups, in an order of the seed; one minibatch keeps the order."""
+    groups = list(range(count // group))
+    if num_minibatches > 1:
+        random.Random(seed).shuffle(groups)
+    for i in range(num_minibatches):
+        part = groups[i::num_minibatches]
+        yield [g * group + j for g in part for j in range(group)]
+
+
+def micro_batches(rollouts: Sequence[Rollout], indices: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Indices by length, cut so that rows times padded length stays within max_tokens (one row at least)."""
+    part: list[int] = []
+    for i in sorted(indices, key=lambda i: rollouts[i].num_tokens):
+        if part and (len(part) + 1) * rollouts[i].num_tokens > max_tokens:
+            yield part
+            part = []
+        part.append(i)
+    if part:
+        yield part

@@ -1,0 +1,88 @@
+"""AdamW, with fp32 masters where the resident model is bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import get_scheduler
+
+from kvrl.train.config import TrainSettings
+
+
+class MasterAdamW(torch.optim.AdamW):
+    """AdamW whose state and weights are fp32 while the model that samples and learns stays bf16.
+
+    Pure bf16 AdamW at a learning rate of 1e-6 loses most updates to rounding. Gradients move into the
+    masters as soon as they exist, so that they accumulate in fp32 and the bf16 ones are freed.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], **kwargs: Any) -> None:
+        self.resident: list[nn.Parameter] = [p for group in groups for p in group["params"]]
+        self.masters: list[Tensor] = [p.detach().float().clone().requires_grad_() for p in self.resident]
+        masters = iter(self.masters)
+        super().__init__([{**group, "params": [next(masters) for _ in group["params"]]} for group in groups], **kwargs)
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(_mover(master))
+            for parameter, master in zip(self.resident, self.masters, strict=True)
+        ]
+
+    def release(self) -> None:
+        """Stop taking the model's gradients, so that another optimiser can."""
+        for handle in self._handles:
+            handle.remove()
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Update the masters and round them into the resident model."""
+        super().step()
+        for parameter, master in zip(self.resident, self.masters, strict=True):
+            parameter.copy_(master)
+
+    def state_dict(self) -> dict[str, Any]:
+        """AdamW's state and the masters, which the bf16 weights cannot give back."""
+        return {**super().state_dict(), "masters": [m.detach() for m in self.masters]}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore `state_dict`; the resident model follows the masters."""
+        super().load_state_dict({k: v for k, v in state_dict.items() if k != "masters"})
+        for parameter, master, saved in zip(self.resident, self.masters, state_dict["masters"], strict=True):
+            master.copy_(saved)
+            parameter.copy_(master)
+
+
+def _mover(master: Tensor):
+    def move(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.float()
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    return move
+
+
+def make_optimizer(model: nn.Module, settings: TrainSettings, learning_rate: float | None = None) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters, weight decay on matrices alone; fp32 masters if any of them is not fp32."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    reduced = any(p.dtype in (torch.bfloat16, torch.float16) for p in trainable)
+    kind = MasterAdamW if reduced else torch.optim.AdamW
+    rate = settings.learning_rate if learning_rate is None else learning_rate
+    return kind([g for g in groups if g["params"]], lr=rate, betas=(settings.adam_beta1, settings.adam_beta2))
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int) -> Any:
+    """The learning rate's course over `total_steps` optimiser steps."""
+    name = "constant_with_warmup" if settings.lr_scheduler == "constant" else settings.lr_scheduler
+    return get_scheduler(name, optimizer, num_warmup_steps=settings.warmup_steps, num_training_steps=total_steps)
+
+
+def optimized(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
+    """The tensors that the optimiser updates and whose gradients are clipped (the masters under bf16)."""
+    return [p for group in optimizer.param_groups for p in group["params"]]

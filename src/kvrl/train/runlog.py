@@ -1,0 +1,71 @@
+"""What a run shows and keeps: a line a step, a bar, metrics.jsonl."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from kvrl.eval.evaluate import Evaluation, evaluation_table
+
+COLUMNS = (
+    ("reward", "reward", "{:.3f}"),
+    ("kl", "kl/mean", "{:.4f}"),
+    ("entropy", "entropy", "{:.3f}"),
+    ("tok/s", "tokens_per_second", "{:.0f}"),
+    ("KV/dense", "kv_bytes_share", "{:.0%}"),
+    ("parity mean", "parity/mean", "{:.1e}"),
+    ("p99", "parity/p99", "{:.1e}"),
+    ("max", "parity/max", "{:.1e}"),
+    ("|dense-sparse|", "dense_mismatch", "{:.3f}"),
+)
+
+
+class RunLog:
+    """Progress bar and log of one run; metrics go to `metrics.jsonl`, one JSON object a line."""
+
+    def __init__(self, output_dir: Path, total: int) -> None:
+        self.console = Console(highlight=False)
+        self.file = (output_dir / "metrics.jsonl").open("a")
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TimeRemainingColumn(), console=self.console, transient=True,
+        )  # fmt: skip
+        self.task = self.bar.add_task("step", total=total)
+
+    def __enter__(self) -> RunLog:
+        if self.console.is_terminal:
+            self.bar.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.bar.stop()
+        self.file.close()
+
+    def say(self, text: object) -> None:
+        """Print above the bar."""
+        self.console.print(text)
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Show one step and keep all its metrics."""
+        self.keep({"step": step, **metrics})
+        shown = [f"{label} {form.format(metrics[name])}" for label, name, form in COLUMNS if name in metrics]
+        self.console.print(f"step {step:>4}  " + "  ".join(shown), soft_wrap=True)
+        self.bar.update(self.task, completed=step)
+
+    def evaluation(self, step: int, results: Sequence[Evaluation]) -> None:
+        """Show held-out accuracies and keep one record for each budget."""
+        for result in results:
+            self.keep({"step": step, **asdict(result)})
+        self.say(evaluation_table(results, f"held out, step {step}"))
+
+    def keep(self, record: dict) -> None:
+        """Append one record to metrics.jsonl, flushed: a killed run keeps what it measured."""
+        self.file.write(json.dumps(record) + "\n")
+        self.file.flush()

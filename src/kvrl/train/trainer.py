@@ -1,0 +1,325 @@
+"""GRPO on rollouts of a fixed KV budget. `train_step` is the algorithm, top to bottom."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+
+from kvrl.errors import KvrlError
+from kvrl.eval.evaluate import Evaluation, evaluate
+from kvrl.logprobs import Scorer, sampler_logprobs
+from kvrl.objectives.losses import LossNormaliser, mean_metrics, merge_metrics, policy_loss
+from kvrl.rewards.call import score
+from kvrl.rollout.engine import rollout
+from kvrl.rollout.types import Rollout
+from kvrl.tasks import Task, get_task
+from kvrl.train.batch import Batch, micro_batches, minibatches
+from kvrl.train.checkpoint import find_checkpoint, load_state, load_training, save_checkpoint, save_model
+from kvrl.train.config import Config
+from kvrl.train.data import PromptStream, columns_of
+from kvrl.train.diagnostics import check_parity, dense_mismatch, parity, repetition_rate
+from kvrl.train.optimizer import make_optimizer, make_scheduler, optimized
+from kvrl.train.runlog import RunLog
+from kvrl.train.setup import Reference, load_policy
+
+
+@dataclass
+class Run:
+    """Everything that a step needs. `model` samples and learns; `scorer` is its wrapped form."""
+
+    config: Config
+    accelerator: Accelerator
+    task: Task
+    tokenizer: Any
+    model: nn.Module
+    scorer: Any
+    reference: Reference | None
+    optimizer: Any
+    scheduler: Any
+    prompts: PromptStream
+    skipped: int = 0
+
+
+def train_step(run: Run, step: int) -> dict[str, float]:
+    """Sample, score, compare, check the replay, update. Returns the step's metrics."""
+    config, grpo, view = run.config, run.config.grpo, run.config.learner_view
+    start = time.perf_counter()
+
+    # Roll out in the fixed budget, score, and compare within each group.
+    batch, metrics = collect(run)
+    rollout_seconds = time.perf_counter() - start
+    n = len(batch.rollouts)
+
+    # Before any update: does the learner see what the sampler saw?
+    checked = batch.rollouts[:: max(1, n // config.parity.samples)]
+    scorer = run.accelerator.unwrap_model(run.scorer)
+    metrics |= parity(scorer, checked)
+    check_parity(metrics, config.parity_tolerances)
+    every = config.parity.dense_every
+    if every and (step - 1) % every == 0:
+        metrics |= {"dense_mismatch": dense_mismatch(scorer, checked), "repetition": repetition_rate(batch.rollouts)}
+
+    # Log-probs that stay fixed during the updates, in the learner's view.
+    updates = grpo.num_iterations * grpo.num_minibatches
+    sampler = sampler_logprobs(batch.rollouts)
+    old: Tensor | None = None
+    if grpo.old_logprobs == "sampler":
+        old = sampler
+    elif updates > 1 or config.method == "corrected":
+        old = score_all(run, scorer, batch.rollouts)
+    weights: Tensor | None = None
+    if config.method == "corrected":
+        assert old is not None
+        correction = config.correction(old - sampler, batch.mask)
+        weights = correction.weights
+        metrics |= correction.metrics
+    reference: Tensor | None = None
+    if run.reference is not None:
+        with run.reference.active() as model:
+            frozen = Scorer(model, backend=config.replay.backend, chunk=config.replay.logprob_chunk)
+            reference = score_all(run, frozen, batch.rollouts)
+
+    # Update.
+    parts, entropies, norms = [], [], []
+    for iteration in range(grpo.num_iterations):
+        for mini in minibatches(n, grpo.num_minibatches, grpo.num_generations, config.seed + step * 1009 + iteration):
+            normaliser = LossNormaliser.from_mask(batch.mask[mini])
+            if normaliser.tokens == 0:
+                run.skipped += 1
+                continue
+            for micro in micro_batches(batch.rollouts, mini, config.train.micro_batch_tokens):
+                logps, entropy = run.scorer([batch.rollouts[i] for i in micro], view=view, entropy=True)
+                width = logps.shape[1]
+
+                def cut(x: Tensor, micro: list[int] = micro, like: Tensor = logps) -> Tensor:
+                    return x[micro][:, : like.shape[1]].to(like.device)
+
+                mask = cut(batch.mask)
+                loss, part = policy_loss(
+                    logps,
+                    # With one update the learner's own log-probs are the old ones: every ratio is 1.
+                    logps.detach() if old is None else cut(old),
+                    batch.advantages.values[micro].to(logps.device),
+                    mask,
+                    loss_type=grpo.loss_type,
+                    epsilon=grpo.epsilon,
+                    epsilon_high=grpo.epsilon_high,
+                    normaliser=normaliser,
+                    max_completion_length=config.sampling.max_completion_length,
+                    token_weights=None if weights is None else cut(weights),
+                    ref_logps=None if reference is None else cut(reference),
+                    beta=grpo.beta,
+                )
+                run.accelerator.backward(loss)
+                parts.append(part | {"loss/sum": loss.detach(), "loss/count": loss.new_tensor(1 / max(1, updates))})
+                entropies.append((entropy[:, :width][mask].sum(), mask.sum()))
+            norms.append(run.accelerator.clip_grad_norm_(optimized(run.optimizer), config.train.max_grad_norm))
+            run.optimizer.step()
+            run.scheduler.step()
+            run.optimizer.zero_grad(set_to_none=True)
+
+    merged = merge_metrics(parts)
+    if parts:
+        total = float(merged.pop("loss/sum"))
+        merged.pop("loss/count")
+        metrics |= mean_metrics(merged) | {
+            "loss": total / len(norms),
+            "entropy": float(sum(e for e, _ in entropies) / sum(c for _, c in entropies)),
+            "grad_norm": float(sum(norms) / len(norms)),
+        }
+    seconds = time.perf_counter() - start
+    return metrics | {
+        "learning_rate": run.scheduler.get_last_lr()[0],
+        "updates_skipped": float(run.skipped),
+        "seconds": seconds,
+        "rollout_seconds": rollout_seconds,
+    }
+
+
+def collect(run: Run) -> tuple[Batch, dict[str, float]]:
+    """One step's groups; under dynamic sampling, groups without signal are replaced by new ones (DAPO, 3.2)."""
+    config, size = run.config, run.config.grpo.num_generations
+    wanted = config.train.prompts_per_step
+    dynamic = config.grpo.dynamic_sampling
+    rounds = dynamic.max_rounds if dynamic else 1
+    kept_rollouts: list[Rollout] = []
+    kept_rewards: list[Tensor] = []
+    every: list[Tensor] = []
+    metrics: dict[str, float] = {}
+    spent = 0
+    for spent in range(1, rounds + 1):
+        rollouts, rewards, metrics = sample(run, wanted)
+        every.append(rewards)
+        signal = Batch.build(rollouts, rewards, config).advantages.signal.view(-1, size).any(dim=-1)
+        chosen = signal.nonzero()[:, 0].tolist() if dynamic else range(wanted)
+        for g in chosen:
+            kept_rollouts += rollouts[g * size : (g + 1) * size]
+            kept_rewards.append(rewards[g * size : (g + 1) * size])
+        if len(kept_rewards) >= wanted:
+            break
+    if not kept_rewards:  # no group with signal in any round: an update without gradient, counted as such
+        kept_rollouts, kept_rewards = rollouts, [rewards]
+    batch = Batch.build(kept_rollouts[: wanted * size], torch.cat(kept_rewards)[: wanted * size], config)
+    metrics |= batch.metrics() | {
+        "reward": float(torch.cat(every).nanmean()),  # of all that was sampled: dynamic sampling must not flatter it
+        "sampling_rounds": float(spent),
+        "prompts_dropped": float(run.prompts.dropped),
+        "position": float(run.prompts.position),
+    }
+    return batch, metrics
+
+
+def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float]]:
+    """Rollouts of the next `count` prompts, their rewards f32 [N], and the sampler's metrics."""
+    config = run.config
+    rows = run.prompts.take(count)
+    rollouts = rollout(
+        run.model,
+        [row.ids for row in rows],
+        cache=config.rollout_cache,
+        sampling=config.sampling,
+        seed=config.seed,
+        slots=config.slots,
+        tokenizer=run.tokenizer,
+        request_ids=[row.number for row in rows],
+    )
+    texts = [run.tokenizer.decode(r.completion_ids) for r in rollouts]
+    columns = columns_of([row.row for row in rows for _ in range(config.grpo.num_generations)])
+    scores = score([run.task.reward], None, texts, columns, on_error=config.reward.on_error)
+    stats = rollouts[0].stats
+    return rollouts, scores.rewards, scores.metrics() | {
+        "tokens_per_second": stats["tokens_per_second"],
+        "kv_bytes": stats["kv_bytes"],
+        "scratch_bytes": stats["scratch_bytes"],
+        "kv_bytes_share": stats["kv_bytes"] / stats["dense_kv_bytes"],
+        "trace_bytes": float(sum(r.trace.nbytes for r in rollouts)),
+    }
+
+
+@torch.no_grad()
+def score_all(run: Run, scorer: Scorer, rollouts: list[Rollout]) -> Tensor:
+    """Log-probs of all rollouts in the learner's view, without gradient: f32 [N, C] on the CPU."""
+    out = torch.zeros(len(rollouts), max(len(r.completion_ids) for r in rollouts))
+    for micro in micro_batches(rollouts, range(len(rollouts)), run.config.train.micro_batch_tokens):
+        logps = scorer([rollouts[i] for i in micro], view=run.config.learner_view)[0]
+        out[micro, : logps.shape[1]] = logps.float().cpu()
+    return out
+
+
+def evaluate_now(run: Run) -> list[Evaluation]:
+    """Held-out accuracy under the configured budgets."""
+    config = run.config
+    return evaluate(
+        run.model, run.tokenizer, run.task, cache=config.cache, budgets=config.eval_budgets,
+        sampling=config.sampling, n=config.eval.n, seed=config.eval.seed, slots=config.slots,
+    )  # fmt: skip
+
+
+def build(config: Config, log: Any = print) -> tuple[Run, int]:
+    """Load or resume everything; returns the run and the steps already done."""
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    output_dir = Path(config.output_dir)
+    resumed = find_checkpoint(output_dir, config.checkpoint.resume)
+    torch.manual_seed(config.seed)
+    accelerator = Accelerator()
+    task = get_task(config.task.name, **config.task.params)
+    model, tokenizer = load_policy(config, task, resumed / "model" if resumed else None)
+    model.to(accelerator.device)  # type: ignore[arg-type]
+    if config.warm_start is not None and resumed is None:
+        supervise(config, model, tokenizer, task, log)
+    reference = None
+    if config.grpo.beta > 0:
+        reference = Reference(starting_model(config, model, output_dir, resumed is not None), lora=config.lora is not None)
+    scorer = Scorer(model, backend=config.replay.backend, chunk=config.replay.logprob_chunk).train()
+    optimizer = make_optimizer(model, config.train)
+    updates = config.train.max_steps * config.grpo.num_iterations * config.grpo.num_minibatches
+    scheduler = make_scheduler(optimizer, config.train, updates)
+    scorer, optimizer, scheduler = accelerator.prepare(scorer, optimizer, scheduler)
+    prompts = PromptStream(
+        task, tokenizer, seed=config.seed, block=config.train.prompts_per_step * config.train.max_steps,
+        cache=config.rollout_cache, on_small_budget=config.rollout.on_small_budget,
+    )  # fmt: skip
+    run = Run(config, accelerator, task, tokenizer, model, scorer, reference, optimizer, scheduler, prompts)
+    if resumed is None:
+        return run, 0
+    state = load_state(resumed)
+    load_training(resumed, optimizer, scheduler)
+    prompts.position, prompts.dropped, run.skipped = state["position"], state["dropped"], state["skipped"]
+    return run, state["step"]
+
+
+def supervise(config: Config, model: Any, tokenizer: Any, task: Task, log: Any) -> None:
+    """The supervised warm start, with an optimiser of its own."""
+    from kvrl.train.warm_start import BETAS, warm_start
+
+    assert config.warm_start is not None
+    settings = config.train.model_copy(update={"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "weight_decay": 0.0})
+    optimizer = make_optimizer(model, settings, config.warm_start.learning_rate)
+    start = time.perf_counter()
+    done = warm_start(model, tokenizer, task, config.warm_start, config.seed, optimizer)
+    if hasattr(optimizer, "release"):
+        optimizer.release()
+    log(
+        f"warm start: {config.warm_start.steps} steps, loss {done['first_loss']:.3f} -> {done['last_loss']:.3f} nats, "
+        f"{time.perf_counter() - start:.0f} s"
+    )
+
+
+def starting_model(config: Config, model: Any, output_dir: Path, resumed: bool) -> nn.Module:
+    """The model that the KL refers to: kept in `reference/` so that a resumed run has the same one."""
+    if config.lora is not None:
+        return model
+    folder = output_dir / "reference"
+    if not resumed:
+        model.save_pretrained(folder)
+        return model
+    if not folder.is_dir():
+        raise KvrlError(f"checkpoint.resume: {folder} is missing, the reference of grpo.beta; restore it or start anew")
+    return type(model).from_pretrained(folder, dtype=model.dtype).to(model.device)
+
+
+def train(config: Config) -> dict[str, Any]:
+    """Run a configuration to its end; returns the evaluations at start and end.
+
+    Writes metrics.jsonl, checkpoints/, model/, summary.json and reward.png to output_dir.
+    """
+    from kvrl.eval.report import write_report
+
+    output_dir = Path(config.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    fresh = config.checkpoint.resume is None
+    if fresh and (output_dir / "metrics.jsonl").exists():
+        (output_dir / "metrics.jsonl").unlink()
+    (output_dir / "config.json").write_text(config.model_dump_json(indent=2))
+    with RunLog(output_dir, config.train.max_steps) as log:
+        run, done = build(config, log.say)
+        evaluations: dict[int, list[Evaluation]] = {}
+
+        def evaluate_at(step: int) -> None:
+            if config.eval.n:
+                evaluations[step] = evaluate_now(run)
+                log.evaluation(step, evaluations[step])
+
+        if done == 0:
+            evaluate_at(0)
+        for step in range(done + 1, config.train.max_steps + 1):
+            log.step(step, train_step(run, step))
+            if config.eval.every and step % config.eval.every == 0 and step < config.train.max_steps:
+                evaluate_at(step)
+            if config.checkpoint.every and step % config.checkpoint.every == 0:
+                state = {"position": run.prompts.position, "dropped": run.prompts.dropped, "skipped": run.skipped}
+                save_checkpoint(
+                    output_dir, step, model=run.model, tokenizer=run.tokenizer, optimizer=run.optimizer,
+                    scheduler=run.scheduler, state=state, keep=config.checkpoint.keep,
+                )  # fmt: skip
+        save_model(output_dir / "model", run.model, run.tokenizer)
+        evaluate_at(config.train.max_steps)
+        summary = write_report(output_dir, log.say)
+    return summary | {"evaluations": {k: [asdict(e) for e in v] for k, v in evaluations.items()}}
