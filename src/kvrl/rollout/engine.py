@@ -208,7 +208,7 @@ class Engine:
 
     def _compact(self, rows: list[tuple[int, Request]], *, in_prompt: bool) -> None:
         """Compact the rows whose occupancy has just reached budget + buffer."""
-        if self.compactor is None:
+        if self.compactor is None or not self.slots.managed:  # nothing to evict where every layer has a ring
             return
         full = [
             (row, r) for row, r in rows

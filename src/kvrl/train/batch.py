@@ -50,6 +50,17 @@ class Batch:
         }
 
 
+class Cut:
+    """The rows of a micro-batch of a whole batch's tensor, [N, C] -> [n, c] or [N] -> [n], where `like` is."""
+
+    def __init__(self, micro: list[int], like: Tensor) -> None:
+        self.micro, self.like = micro, like
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows = x[self.micro]
+        return (rows[:, : self.like.shape[1]] if rows.ndim == 2 else rows).to(self.like.device)
+
+
 def minibatches(count: int, num_minibatches: int, group: int, seed: int) -> Iterator[list[int]]:
     """Indices of each optimiser step: whole groups, in an order of the seed; one minibatch keeps the order."""
     groups = list(range(count // group))

@@ -33,7 +33,9 @@ def load_policy(config: Config, task: Task, folder: Path | None) -> tuple[nn.Mod
                 "set model.path to a model folder"
             )
         tokenizer = build_tiny_tokenizer(task.vocab)
-        model: nn.Module = build_tiny_model(tokenizer, config.seed).to(DTYPES[config.model.dtype])
+        model: nn.Module = build_tiny_model(tokenizer, config.seed)
+        for parameter in model.parameters():  # parameters alone: `model.to` would round RoPE's frequencies too
+            parameter.data = parameter.data.to(DTYPES[config.model.dtype])
     else:
         model, tokenizer = load_model(start, config.model.dtype)
     if config.lora is not None:

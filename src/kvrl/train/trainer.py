@@ -19,7 +19,7 @@ from kvrl.rewards.call import score
 from kvrl.rollout.engine import rollout
 from kvrl.rollout.types import Rollout
 from kvrl.tasks import Task, get_task
-from kvrl.train.batch import Batch, micro_batches, minibatches
+from kvrl.train.batch import Batch, Cut, micro_batches, minibatches
 from kvrl.train.checkpoint import find_checkpoint, load_state, load_training, save_checkpoint, save_model
 from kvrl.train.config import Config
 from kvrl.train.data import PromptStream, columns_of
@@ -48,65 +48,67 @@ class Run:
 
 def train_step(run: Run, step: int) -> dict[str, float]:
     """Sample, score, compare, check the replay, update. Returns the step's metrics."""
-    config, grpo, view = run.config, run.config.grpo, run.config.learner_view
     start = time.perf_counter()
-
-    # Roll out in the fixed budget, score, and compare within each group.
     batch, metrics = collect(run)
     rollout_seconds = time.perf_counter() - start
-    n = len(batch.rollouts)
+    metrics |= guard(run, batch, step)
+    metrics |= update(run, batch, step)
+    return metrics | {"seconds": time.perf_counter() - start, "rollout_seconds": rollout_seconds}
 
-    # Before any update: does the learner see what the sampler saw?
-    checked = batch.rollouts[:: max(1, n // config.parity.samples)]
-    scorer = run.accelerator.unwrap_model(run.scorer)
-    metrics |= parity(scorer, checked)
+
+def guard(run: Run, batch: Batch, step: int) -> dict[str, float]:
+    """Before any update: does the learner see what the sampler saw? ParityError if it does not."""
+    config, scorer = run.config, run.accelerator.unwrap_model(run.scorer)
+    checked = batch.rollouts[:: max(1, len(batch.rollouts) // config.parity.samples)]
+    metrics = parity(scorer, checked)
     check_parity(metrics, config.parity_tolerances)
     every = config.parity.dense_every
     if every and (step - 1) % every == 0:
-        metrics |= {"dense_mismatch": dense_mismatch(scorer, checked), "repetition": repetition_rate(batch.rollouts)}
+        metrics["dense_mismatch"] = dense_mismatch(scorer, checked)
+        metrics["repetition"] = repetition_rate(batch.rollouts)
+    return metrics
 
-    # Log-probs that stay fixed during the updates, in the learner's view.
-    updates = grpo.num_iterations * grpo.num_minibatches
-    sampler = sampler_logprobs(batch.rollouts)
-    old: Tensor | None = None
+
+def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
+    """The optimiser steps on one batch. Every log-prob here is in the method's learner view."""
+    config, grpo, view = run.config, run.config.grpo, run.config.learner_view
+    rollouts, updates = batch.rollouts, grpo.num_iterations * grpo.num_minibatches
+    metrics: dict[str, float] = {}
+
+    # What stays fixed during the updates: old log-probs, the correction's weights, the reference's log-probs.
+    sampler = sampler_logprobs(rollouts)
+    old: Tensor | None = None  # with one update the learner's own log-probs are the old ones: every ratio is 1
     if grpo.old_logprobs == "sampler":
         old = sampler
     elif updates > 1 or config.method == "corrected":
-        old = score_all(run, scorer, batch.rollouts)
+        old = score_all(run, run.accelerator.unwrap_model(run.scorer), rollouts)
     weights: Tensor | None = None
     if config.method == "corrected":
         assert old is not None
         correction = config.correction(old - sampler, batch.mask)
-        weights = correction.weights
-        metrics |= correction.metrics
+        weights, metrics = correction.weights, dict(correction.metrics)
     reference: Tensor | None = None
     if run.reference is not None:
         with run.reference.active() as model:
             frozen = Scorer(model, backend=config.replay.backend, chunk=config.replay.logprob_chunk)
-            reference = score_all(run, frozen, batch.rollouts)
+            reference = score_all(run, frozen, rollouts)
 
-    # Update.
-    parts, entropies, norms = [], [], []
+    losses, norms, parts, entropies = [], [], [], []
     for iteration in range(grpo.num_iterations):
-        for mini in minibatches(n, grpo.num_minibatches, grpo.num_generations, config.seed + step * 1009 + iteration):
+        order = config.seed + 1009 * step + iteration
+        for mini in minibatches(len(rollouts), grpo.num_minibatches, grpo.num_generations, order):
             normaliser = LossNormaliser.from_mask(batch.mask[mini])
-            if normaliser.tokens == 0:
+            if normaliser.tokens == 0:  # every sample was dropped: nothing to learn from
                 run.skipped += 1
                 continue
-            for micro in micro_batches(batch.rollouts, mini, config.train.micro_batch_tokens):
-                logps, entropy = run.scorer([batch.rollouts[i] for i in micro], view=view, entropy=True)
-                width = logps.shape[1]
-
-                def cut(x: Tensor, micro: list[int] = micro, like: Tensor = logps) -> Tensor:
-                    return x[micro][:, : like.shape[1]].to(like.device)
-
-                mask = cut(batch.mask)
+            for micro in micro_batches(rollouts, mini, config.train.micro_batch_tokens):
+                logps, entropy = run.scorer([rollouts[i] for i in micro], view=view, entropy=True)  # [n, c]
+                cut = Cut(micro, logps)
                 loss, part = policy_loss(
                     logps,
-                    # With one update the learner's own log-probs are the old ones: every ratio is 1.
                     logps.detach() if old is None else cut(old),
-                    batch.advantages.values[micro].to(logps.device),
-                    mask,
+                    cut(batch.advantages.values),
+                    cut(batch.mask),
                     loss_type=grpo.loss_type,
                     epsilon=grpo.epsilon,
                     epsilon_high=grpo.epsilon_high,
@@ -117,29 +119,21 @@ def train_step(run: Run, step: int) -> dict[str, float]:
                     beta=grpo.beta,
                 )
                 run.accelerator.backward(loss)
-                parts.append(part | {"loss/sum": loss.detach(), "loss/count": loss.new_tensor(1 / max(1, updates))})
-                entropies.append((entropy[:, :width][mask].sum(), mask.sum()))
+                losses.append(loss.detach())
+                parts.append(part)
+                entropies.append(entropy[cut(batch.mask)])
             norms.append(run.accelerator.clip_grad_norm_(optimized(run.optimizer), config.train.max_grad_norm))
             run.optimizer.step()
             run.scheduler.step()
             run.optimizer.zero_grad(set_to_none=True)
 
-    merged = merge_metrics(parts)
-    if parts:
-        total = float(merged.pop("loss/sum"))
-        merged.pop("loss/count")
-        metrics |= mean_metrics(merged) | {
-            "loss": total / len(norms),
-            "entropy": float(sum(e for e, _ in entropies) / sum(c for _, c in entropies)),
-            "grad_norm": float(sum(norms) / len(norms)),
+    if norms:
+        metrics |= mean_metrics(merge_metrics(parts)) | {
+            "loss": float(sum(losses)) / len(norms),  # type: ignore[arg-type]
+            "grad_norm": float(sum(norms)) / len(norms),  # type: ignore[arg-type]
+            "entropy": float(torch.cat(entropies).mean()),
         }
-    seconds = time.perf_counter() - start
-    return metrics | {
-        "learning_rate": run.scheduler.get_last_lr()[0],
-        "updates_skipped": float(run.skipped),
-        "seconds": seconds,
-        "rollout_seconds": rollout_seconds,
-    }
+    return metrics | {"learning_rate": run.scheduler.get_last_lr()[0], "updates_skipped": float(run.skipped)}
 
 
 def collect(run: Run) -> tuple[Batch, dict[str, float]]:

@@ -1,0 +1,1 @@
+"""Measuring: the oracle, the parity command, accuracy under budgets, comparisons of methods."""

@@ -1,0 +1,133 @@
+"""One configuration under several methods and seeds: a table with mean and spread, and one plot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvrl.eval.report import read_metrics, smooth
+from kvrl.train.config import Config, load_config
+
+
+def run_compare(args: argparse.Namespace) -> None:
+    """`kvrl compare`: one run for each method and seed under output_dir/METHOD/seed-S; finished runs are not repeated."""
+    configs = plan(args)
+    root = Path(load_config(args.config, args.overrides).output_dir)
+    for config in configs:
+        if not _finished(config):
+            from kvrl.train.trainer import train
+
+            Console(stderr=True).rule(f"{config.method}, seed {config.seed}")
+            train(config)
+    result = collect(configs, args.methods)
+    (root / "compare.json").write_text(json.dumps(result, indent=2))
+    plot(root / "compare.png", configs, args.methods)
+    if args.json:
+        print(json.dumps(result, indent=2))
+    else:
+        Console().print(table(result))
+        Console().print(f"plot: {root / 'compare.png'}")
+
+
+def plan(args: argparse.Namespace) -> list[Config]:
+    """The configuration of every run, all checked before the first starts."""
+    base = load_config(args.config, args.overrides)
+    out = []
+    for method in args.methods:
+        for seed in range(args.first_seed, args.first_seed + args.seeds):
+            folder = Path(base.output_dir) / method / f"seed-{seed}"
+            out.append(
+                load_config(
+                    args.config,
+                    [*args.overrides, ("method", method), ("seed", str(seed)), ("output_dir", str(folder))],
+                )
+            )
+    return out
+
+
+def _finished(config: Config) -> bool:
+    """Whether the run's folder holds a finished run of this very configuration."""
+    folder = Path(config.output_dir)
+    same = folder / "config.json"
+    return (folder / "summary.json").is_file() and same.read_text() == config.model_dump_json(indent=2)
+
+
+def collect(configs: list[Config], methods: list[str]) -> dict[str, Any]:
+    """Accuracy of every method at the end, mean and sample standard deviation over seeds."""
+    rows = []
+    for method in methods:
+        values: dict[str, list[float]] = {"compressed": [], "full": [], "start_compressed": [], "start_full": []}
+        seeds, norms = [], []
+        for config in (c for c in configs if c.method == method):
+            steps, evaluations = read_metrics(Path(config.output_dir))
+            seeds.append(config.seed)
+            norms.append(max(s["grad_norm"] for s in steps if "grad_norm" in s))
+            for e in evaluations:
+                kind = "full" if e["budget"] == "full" else "compressed"
+                if e["step"] == config.train.max_steps:
+                    values[kind].append(e["accuracy"])
+                elif e["step"] == 0:
+                    values[f"start_{kind}"].append(e["accuracy"])
+        row: dict[str, Any] = {"method": method, "seeds": seeds, "max_grad_norm": max(norms)}
+        for kind, given in values.items():
+            row[f"{kind}_accuracy"] = given
+            row[f"{kind}_accuracy_mean"] = statistics.mean(given)
+            row[f"{kind}_accuracy_std"] = statistics.stdev(given) if len(given) > 1 else 0.0
+        rows.append(row)
+    return {"methods": rows}
+
+
+def table(result: dict[str, Any]) -> Table:
+    """Mean +- standard deviation over seeds under both decodings."""
+    out = Table(title="held-out accuracy at the end, mean ± standard deviation over seeds")
+    for name in ("method", "seeds", "compressed decoding", "full-cache decoding"):
+        out.add_column(name)
+    first = result["methods"][0]
+    out.add_row(
+        "(start)", "", f"{first['start_compressed_accuracy_mean']:.3f}", f"{first['start_full_accuracy_mean']:.3f}"
+    )
+    for row in result["methods"]:
+        cells = [f"{row[f'{k}_accuracy_mean']:.3f} ± {row[f'{k}_accuracy_std']:.3f}" for k in ("compressed", "full")]
+        out.add_row(row["method"], str(len(row["seeds"])), *cells)
+    return out
+
+
+def plot(path: Path, configs: list[Config], methods: list[str]) -> None:
+    """Left: the rollouts' reward over steps. Right: accuracy at the end under both decodings, every seed a point."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=120, width_ratios=(3, 2))
+    for i, method in enumerate(methods):
+        runs = [read_metrics(Path(c.output_dir)) for c in configs if c.method == method]
+        curves = [smooth([s["reward"] for s in steps]) for steps, _ in runs]
+        mean = [statistics.mean(x) for x in zip(*curves, strict=True)]
+        for curve in curves:
+            left.plot(range(1, len(curve) + 1), curve, color=f"C{i}", alpha=0.2, linewidth=1)
+        left.plot(range(1, len(mean) + 1), mean, color=f"C{i}", label=method)
+        last = max(s["step"] for s in runs[0][0])
+        for kind, marker in (("compressed", "o"), ("full", "^")):
+            ends = [
+                e["accuracy"] for _, evaluations in runs for e in evaluations
+                if e["step"] == last and (e["budget"] == "full") == (kind == "full")
+            ]  # fmt: skip
+            at = i + (0.12 if kind == "full" else -0.12)
+            right.plot([at] * len(ends), ends, marker, color=f"C{i}", alpha=0.5, markersize=5)
+            right.plot([at], [statistics.mean(ends)], marker, color=f"C{i}", markersize=10, markeredgecolor="black")
+    left.set(xlabel="step", ylabel="reward in the rollouts (mean of 5 steps)")
+    left.legend()
+    right.set(ylabel="held-out accuracy at the end", title="● budget   ▲ full cache", ylim=(0, 1))
+    right.set_xticks(range(len(methods)), methods, rotation=15)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
