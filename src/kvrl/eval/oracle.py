@@ -6,6 +6,7 @@ attention, plain integer tensors in. What it says is right by construction, and 
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def oracle_logits(model: Any, token_ids: list[int], evicted_at: Tensor | None = 
     modules = attention_modules(model)
     handles = [m.register_forward_pre_hook(see_what_is_held, with_kwargs=True) for m in modules]
     cache, rows, training = DynamicCache(), [], model.training
+    keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     model.eval()
     try:
         for now, token in enumerate(token_ids):
@@ -53,7 +55,8 @@ def oracle_logits(model: Any, token_ids: list[int], evicted_at: Tensor | None = 
                 held[layer] = torch.cat([held[layer], new], dim=1) if now else new
             ids = torch.tensor([[token]], device=model.device)
             positions = torch.tensor([[now]], device=model.device)
-            rows.append(model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True).logits[0, -1])
+            out = model(input_ids=ids, position_ids=positions, use_cache=True, **{keyword: cache})
+            rows.append(out.logits[0, -1])
     finally:
         model.train(training)
         for handle in handles:

@@ -64,7 +64,7 @@ _FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "cohere2": (
         "Cohere2", 3,
-        {"sliding_window": "window", "logit_scale": 0.3, "layer_types": [_SLIDING, _FULL, _SLIDING]},
+        {"sliding_window": "window", "logit_scale": 2.0, "layer_types": [_SLIDING, _FULL, _SLIDING]},
     ),
 }  # fmt: skip
 _CONFIG_NAMES = {"gemma3_text": "Gemma3TextConfig"}
