@@ -108,7 +108,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("model", metavar="MODEL", help="a model folder, a fetched name, or a hub name")
     parser.add_argument("--task", required=True, help="a name of the task registry")
     parser.add_argument(
-        "--task_params", type=_yaml_mapping, default={}, metavar="YAML", help="e.g. '{max_n: 20}'"
+        "--task_params", type=_yaml_mapping, default={}, metavar="YAML", help="e.g. '{max_steps: 20}'"
     )
     parser.add_argument("--budgets", type=parse_budgets, default=["full"], help="e.g. 24,32,48,full")
     _add_cache_flags(parser, policy="rkv")
@@ -197,7 +197,7 @@ def _yaml_mapping(text: str) -> dict:
     except yaml.YAMLError:
         value = None
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a YAML mapping such as '{{max_n: 20}}'")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a YAML mapping such as '{{max_steps: 20}}'")
     return value
 
 

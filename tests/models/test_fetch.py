@@ -22,7 +22,7 @@ from kvrl.models.gguf import HF_NAMES, byte_level_bpe
 gguf = pytest.importorskip("gguf")
 
 NAME = "smollm2-135m"
-SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>"]
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ Ġ", "1 2", "Ġ hello"]
 TOKENS = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(m.replace(" ", "") for m in MERGES)]
 TEXTS = [
@@ -284,6 +284,7 @@ def test_tokenizer_splits_as_smollm(tokenizer):
     assert pieces("12") == ["1", "2"]  # each digit alone, although "12" is in the vocabulary
     assert pieces("  1") == ["ĠĠ", "1"]  # and the spaces before one stay together
     assert pieces("<|im_end|>") == ["<|im_end|>"]
+    assert pieces("a<file_sep>") == ["a", "<file_sep>"]  # a control token that is neither bos, eos nor pad
 
 
 def test_tokenizer_special_tokens_and_padding(tokenizer):

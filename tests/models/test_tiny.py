@@ -23,13 +23,13 @@ def test_each_symbol_is_one_token_and_texts_come_back():
     assert [tokenizer.decode([i]) for i in range(4, len(tokenizer))] == VOCAB
 
 
-def test_a_trace_has_about_115_tokens():
+def test_a_step_has_six_tokens_and_a_trace_at_most_126():
     tokenizer = build_tiny_tokenizer(VOCAB)
     lengths = {
         len(tokenizer(f"{prompt} {text} <eos>")["input_ids"])
         for prompt, text in Recurrence().demonstrations(300, seed=0)
     }
-    assert lengths == {4 + 6 * (n - 2) + 1 for n in range(18, 23)}
+    assert lengths == {5 + 6 * steps + 1 for steps in range(1, 21)}
 
 
 def test_a_saved_folder_reads_back_the_same(tmp_path):

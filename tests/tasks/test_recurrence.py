@@ -11,29 +11,27 @@ from kvrl.tasks.recurrence import Recurrence, values
 WORKED = "#3 3 + 7 = 0 #4 7 + 0 = 7 #5 0 + 7 = 7 #6 7 + 7 = 4"
 
 
-def key(row: dict) -> tuple[int, str]:
-    return row["n"], row["prompt"]
-
-
 def test_values_by_hand():
-    assert values((8, 3, 7)) == [3, 7, 0, 7, 7, 4, 1, 5]
+    assert values((8, 2, 3, 7)) == [3, 7, 0, 7, 7, 4, 1, 5]
+    assert values((12, 9, 9, 9)) == [9, 9, 8, 7, 5]  # x_9 = 9, so x_12 is three steps on
 
 
-def test_a_demonstration_without_mistakes_is_the_worked_trace():
-    task = Recurrence(min_n=6, max_n=6, mistake_rate=0.0)
-    worked = dict(task.demonstrations(2000, seed=0))
-    # a train problem; the held-out ones never occur
-    held_out = {row["prompt"] for row in task.rows("eval", 51, seed=0)}
-    assert len(held_out) == 51 and not held_out & set(worked)
-    assert worked.get("<bos> #6 3 7", WORKED) == WORKED
+def test_demonstrations_without_mistakes_are_worked_traces_of_every_length_from_every_start():
+    task = Recurrence(min_steps=3, max_steps=4, max_start=3, mistake_rate=0.0)
+    worked = dict(task.demonstrations(3000, seed=0))
+    lengths, starts = set(), set()
     for prompt, text in worked.items():
-        _, last, first, second = prompt.split()
-        steps = [text.split()[i : i + 6] for i in range(0, 24, 6)]
-        x = values((6, int(first), int(second)))
-        assert last == "#6"
+        _, last, start, first, second = prompt.split()
+        last, start = int(last[1:]), int(start[1:])
+        x = values((last, start, int(first), int(second)))
+        tokens = text.split()
+        steps = [tokens[i : i + 6] for i in range(0, len(tokens), 6)]
         assert steps == [
-            [f"#{t}", str(x[t - 3]), "+", str(x[t - 2]), "=", str(x[t - 1])] for t in range(3, 7)
+            [f"#{start + i + 1}", str(x[i]), "+", str(x[i + 1]), "=", str(x[i + 2])] for i in range(last - start)
         ]
+        lengths.add(last - start)
+        starts.add(start)
+    assert lengths == {1, 2, 3, 4} and starts == {2, 3}
 
 
 def test_mistakes_have_their_rate_and_go_on_into_later_steps():
@@ -64,20 +62,23 @@ def test_mistakes_have_their_rate_and_go_on_into_later_steps():
     ],
 )
 def test_reward(completion, reward):
-    columns = {"prompt": ["<bos> #6 3 7"], "n": [6], "answer": [4]}
+    columns = {"prompt": ["<bos> #6 #2 3 7"], "n": [6], "answer": [4]}
     assert Recurrence().reward([completion], **columns) == [reward]
 
 
 def test_splits_are_disjoint_for_every_seed_and_cover_all_problems():
-    task = Recurrence()
-    held_out = {key(row) for row in task.rows("eval", 256, seed=1)}
-    assert held_out == {key(row) for row in task.rows("eval", 256, seed=2)}
-    train = [key(row) for row in task.rows("train", 488, seed=5)]
-    assert len(held_out) == 256 and len(set(train[:244])) == 244
+    task = Recurrence(min_steps=3, max_steps=4, max_start=3)  # 2 starts x 2 lengths x 100 pairs
+    with pytest.raises(KvrlError) as error:
+        task.rows("eval", 401, seed=0)
+    held = int(str(error.value).split("above the ")[1].split()[0])
+    assert 20 < held < 60  # a tenth of 400
+    held_out = {row["prompt"] for row in task.rows("eval", held, seed=1)}
+    assert len(held_out) == held and held_out == {row["prompt"] for row in task.rows("eval", held, seed=2)}
+    train = [row["prompt"] for row in task.rows("train", 2 * (400 - held), seed=5)]
+    first, second = train[: 400 - held], train[400 - held :]
+    assert len(set(first)) == 400 - held and sorted(first) == sorted(second) and first != second
     assert not held_out & set(train)
-    assert len(held_out | set(train)) == 500
-    assert sorted(train[:244]) == sorted(train[244:]) and train[:244] != train[244:]
-    assert not held_out & {(int(p.split()[1][1:]), p) for p, _ in task.demonstrations(1000, seed=7)}
+    assert not held_out & {prompt for prompt, _ in task.demonstrations(3000, seed=7)}
 
 
 def test_rows_and_demonstrations_depend_on_the_seed_alone():
@@ -90,21 +91,19 @@ def test_rows_and_demonstrations_depend_on_the_seed_alone():
 
 def test_answers_are_the_last_values():
     for row in Recurrence().rows("train", 50, seed=0):
-        _, n, first, second = row["prompt"].split()
-        assert n == f"#{row['n']}"
-        assert row["answer"] == values((row["n"], int(first), int(second)))[-1]
+        _, n, start, first, second = row["prompt"].split()
+        assert n == f"#{row['n']}" and 16 <= row["n"] - int(start[1:]) <= 20
+        assert row["answer"] == values((row["n"], int(start[1:]), int(first), int(second)))[-1]
 
 
-def test_too_many_held_out_rows_and_an_unknown_split_are_refused():
-    with pytest.raises(KvrlError, match="eval.n: 257 is above the 256 held-out problems; lower it"):
-        Recurrence().rows("eval", 257, seed=0)
+def test_an_unknown_split_is_refused():
     with pytest.raises(KvrlError, match="split: test is neither train nor eval"):
         Recurrence().rows("test", 1, seed=0)
 
 
 def test_the_vocabulary_covers_every_text():
     task = Recurrence()
-    texts = [f"{prompt} {text}" for prompt, text in task.demonstrations(300, seed=0)]
+    texts = [f"{prompt} {text}" for prompt, text in task.demonstrations(3000, seed=0)]
     assert {symbol for text in texts for symbol in text.split()} == {*task.vocab, "<bos>"}
 
 
@@ -112,10 +111,10 @@ def test_the_vocabulary_covers_every_text():
     ("name", "params", "message"),
     [
         ("recurence", {}, "task.name: recurence is not one of .*; did you mean recurrence?"),
-        ("recurrence", {"lag": 3}, "task.params.lag: task recurrence has no such parameter; it has min_n"),
-        ("recurrence", {"min_n": 2}, "task.params.min_n: 2 is below the minimum 3; raise it to at least 3"),
-        ("recurrence", {"max_n": "x"}, "task.params.max_n: x is refused: "),
-        ("recurrence", {"min_n": 30}, r"task.params.min_n: 30 is above max_n \(22\)"),
+        ("recurrence", {"lag": 3}, "task.params.lag: task recurrence has no such parameter; it has min_steps"),
+        ("recurrence", {"min_steps": 0}, "task.params.min_steps: 0 is below the minimum 1; raise it to at least 1"),
+        ("recurrence", {"max_steps": "x"}, "task.params.max_steps: x is refused: "),
+        ("recurrence", {"min_steps": 30}, r"task.params.min_steps: 30 is above max_steps \(20\)"),
         ("recurrence", {"mistake_rate": 1.0}, "task.params.mistake_rate: 1.0 is not below 1; "),
         ("jsonl", {}, "task.params.path: is missing and task jsonl needs it; set it"),
     ],
@@ -127,7 +126,7 @@ def test_the_registry_refuses(name, params, message):
 
 def test_the_registry_finds_each_task_by_its_own_name():
     assert TASKS["recurrence"].endswith(":Recurrence")
-    assert get_task("recurrence", max_n=19) == Recurrence(max_n=19)
+    assert get_task("recurrence", max_steps=19) == Recurrence(max_steps=19)
     assert get_task("recurrence").name == "recurrence"
 
 

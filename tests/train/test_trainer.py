@@ -15,7 +15,7 @@ from kvrl.train.config import Config
 from kvrl.train.diagnostics import ParityError, repetition_rate
 from kvrl.train.trainer import build, collect, guard, train, update
 
-TASK = {"name": "recurrence", "params": {"min_n": 5, "max_n": 6}}
+TASK = {"name": "recurrence", "params": {"min_steps": 3, "max_steps": 4}}
 
 
 def make_config(folder: Path, **changes) -> Config:

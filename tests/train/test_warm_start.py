@@ -12,7 +12,7 @@ from kvrl.tasks.recurrence import Recurrence
 from kvrl.train.config import WarmStart
 from kvrl.train.warm_start import IGNORED, encode_demonstration, learning_rate, pad_batch, warm_start
 
-TASK = Recurrence(min_n=3, max_n=5, mistake_rate=0.0)
+TASK = Recurrence(min_steps=1, max_steps=3, max_start=2, mistake_rate=0.0)
 TOKENIZER = build_tiny_tokenizer(TASK.vocab)
 
 

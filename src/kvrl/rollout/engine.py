@@ -83,7 +83,9 @@ class Engine:
         check_head(model)
         self.spec = probe(model)
         self.policy = make_policy(cache)
-        self.num_slots, self.prefill_chunk = num_slots, prefill_chunk
+        # CPU products share out rows among threads by fours; in a ragged share a row's bits depend on its place.
+        self.num_slots = num_slots if num_slots <= 4 else -(-num_slots // 4) * 4
+        self.prefill_chunk = prefill_chunk
         self.max_prompt_length = max_prompt_length
         self.max_tokens = max_prompt_length + sampling.max_completion_length
         check_length(self.spec, self.max_tokens, "prompt + sampling.max_completion_length")
@@ -94,7 +96,7 @@ class Engine:
         parameter = next(model.parameters())
         self.device = parameter.device
         self.slots = KVSlots(
-            self.spec, num_slots, budget=self.budget, buffer=self.buffer, max_tokens=self.max_tokens,
+            self.spec, self.num_slots, budget=self.budget, buffer=self.buffer, max_tokens=self.max_tokens,
             policy=self.policy, dtype=parameter.dtype, device=self.device,
         )  # fmt: skip
         self.compactor = (
