@@ -57,7 +57,9 @@ def sampling(new: int = NEW, **fields) -> kvrl.SamplingConfig:
     return kvrl.SamplingConfig(**{"max_completion_length": new, "eos_token_ids": [], **fields})
 
 
-def sample(lm=None, prompts=None, config=None, *, new: int = NEW, seed: int = 0, **kwargs) -> list[kvrl.Rollout]:
+def sample(
+    lm=None, prompts=None, config=None, *, new: int = NEW, seed: int = 0, **kwargs
+) -> list[kvrl.Rollout]:
     """Rollouts of the tiny llama under R-KV, or of what is given."""
     lm = model() if lm is None else lm
     prompts = make_prompts() if prompts is None else prompts

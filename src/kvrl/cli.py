@@ -1,7 +1,7 @@
 """The `kvrl` command: flags in, one call of the library, exit code out.
 
-Exit codes: 0 done, 2 a mistake of the user's (one line on stderr), 130 interrupted. Each subcommand imports
-what it needs when it runs.
+Exit codes: 0 done, 1 a bar of `parity` missed, 2 a mistake of the user's (one line on stderr), 130
+interrupted. Each subcommand imports what it needs when it runs.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parse(arguments)
-        args.run(args)
+        code = args.run(args)
     except KvrlError as error:
         print(f"kvrl: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("kvrl: interrupted", file=sys.stderr)
         return 130
-    return 0
+    return code or 0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -124,7 +124,7 @@ def _add_parity(commands: argparse._SubParsersAction) -> None:
     parser = _command(
         commands, "parity", _parity, "sample, replay, and print how far the log-probs are apart"
     )
-    parser.add_argument("--model", default="tiny", help="tiny, smollm2-135m, or a model folder")
+    parser.add_argument("--model", default="tiny", help="tiny, tiny:FAMILY, smollm2-135m, or a model folder")
     _add_cache_flags(parser, policy="all")
     parser.add_argument("--budget", type=_positive, default=None, help="default: by model")
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
@@ -216,10 +216,10 @@ def _eval(args: argparse.Namespace) -> None:
     run_eval(args)
 
 
-def _parity(args: argparse.Namespace) -> None:
+def _parity(args: argparse.Namespace) -> int:
     from kvrl.eval.parity import run_parity
 
-    run_parity(args)
+    return run_parity(args)
 
 
 def _compare(args: argparse.Namespace) -> None:

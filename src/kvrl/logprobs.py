@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kvrl.attention.probe import prepare
+from kvrl.attention.probe import check_length, prepare, rope_limit, text_config
 from kvrl.attention.replay import Backend, ReplayContext
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, decoder
@@ -112,6 +112,7 @@ class Scorer(nn.Module):
                     "decisions and tokens of different samples were paired"
                 )
         length = max(r.num_tokens for r in rollouts)
+        check_length(rope_limit(text_config(self.model)), length, "rollouts")
         ids = torch.zeros(len(rollouts), length, dtype=torch.long)
         for i, r in enumerate(rollouts):
             ids[i, : r.num_tokens] = torch.tensor(r.token_ids)

@@ -4,9 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import LENGTHS, NEW, assert_same_bits, bar, cache, gap, make_prompts, model, oracle, replay, sample, stock
 
 import kvrl
+from helpers import (
+    LENGTHS,
+    NEW,
+    assert_same_bits,
+    bar,
+    cache,
+    gap,
+    make_prompts,
+    model,
+    oracle,
+    replay,
+    sample,
+    stock,
+)
 from kvrl.cache.policies import POLICIES
 
 
@@ -22,7 +35,9 @@ def test_never_firing_equals_dense(policy):
         assert a.trace.num_events == 0
 
 
-@pytest.mark.parametrize("name, window", [("llama", 8), ("gemma2", 8), ("gemma2", 40), ("gpt_oss", 8), ("mistral", 8)])
+@pytest.mark.parametrize(
+    "name, window", [("llama", 8), ("gemma2", 8), ("gemma2", 40), ("gpt_oss", 8), ("mistral", 8)]
+)
 def test_dense_equals_stock(name, window):
     lm, twin = model(name, window), stock(name, window)
     for a, b in zip(
@@ -43,11 +58,16 @@ def test_greedy_equals_stock_generate():
     for prompt, r in zip(prompts, rollouts, strict=True):
         ids = torch.tensor([prompt])
         out = stock().generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=NEW, min_new_tokens=NEW, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW,
+            min_new_tokens=NEW,
+            pad_token_id=0,
         )
         assert eos_free(r.completion_ids) == eos_free(out[0, len(prompt) :].tolist())
 
 
 def eos_free(ids: list[int]) -> list[int]:
-    """The tokens before the first EOS: generate() suppresses it to reach its minimum, the sampler does not."""
+    """The tokens before the first EOS: generate() suppresses it to reach its minimum length."""
     return ids[: ids.index(2)] if 2 in ids else ids

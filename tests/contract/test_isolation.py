@@ -1,11 +1,11 @@
-"""Contract 4 and 8: mates changed, bits unchanged; nothing of an earlier request stays; padding does not exist."""
+"""Contract 4 and 8: mates changed, bits unchanged; earlier requests and padding leave nothing behind."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import NEW, assert_same_bits, cache, gap, make_prompts, model, replay, sample, sampling
 
+from helpers import NEW, assert_same_bits, cache, gap, make_prompts, model, replay, sample, sampling
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from kvrl.models.tiny_families import BOS
 from kvrl.rollout.engine import Engine
@@ -15,16 +15,17 @@ POLICIES = ["rkv", "h2o", "random", "snapkv"]  # scored by group, with state, wi
 
 def run(lm, prompts, ids, *, slots, config=None, new=NEW, **fields):
     """Rollouts of prompts whose random streams are named, over a fixed number of slots."""
-    engine = Engine(
-        lm, config or cache(), sampling(new, **fields), num_slots=slots, max_prompt_length=64
-    )
+    engine = Engine(lm, config or cache(), sampling(new, **fields), num_slots=slots, max_prompt_length=64)
     return engine.run(prompts, seed=3, request_ids=ids)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("slots", [2, 3, 5, 8])
 def test_mates_order_and_slot_do_not_touch_a_request(slots, policy):
-    mine, (alone,) = make_prompts([37], seed=9), run(model(), make_prompts([37], seed=9), [77], slots=slots, config=cache(policy))
+    mine, (alone,) = (
+        make_prompts([37], seed=9),
+        run(model(), make_prompts([37], seed=9), [77], slots=slots, config=cache(policy)),
+    )
     mates = make_prompts([3, 50, 20, 33, 9, 41, 12, 28][: slots + 1], seed=5)
     for place in range(len(mates) + 1):  # every slot, and after a slot's reuse
         prompts = [*mates[:place], *mine, *mates[place:]]
@@ -62,7 +63,9 @@ def check_places(lm, slots: int) -> None:
 def test_mates_that_end_early_and_turns_of_mates():
     mine, mates = make_prompts([37], seed=9), make_prompts([3, 50, 20], seed=5)
     (alone,) = run(model(), mine, [77], slots=3, eos_token_ids=[])
-    engine = Engine(model(), cache(), sampling(eos_token_ids=[*range(60, 97)]), num_slots=3, max_prompt_length=64)
+    engine = Engine(
+        model(), cache(), sampling(eos_token_ids=[*range(60, 97)]), num_slots=3, max_prompt_length=64
+    )
     together = engine.run([*mates, *mine], seed=3, request_ids=[0, 1, 2, 77], on_turn=lambda r: [5, 6, 7])
     n = next((i for i, t in enumerate(alone.completion_ids) if t >= 60), NEW - 1)
     assert together[3].completion_ids[: n + 1] == alone.completion_ids[: n + 1]
@@ -71,7 +74,9 @@ def test_mates_that_end_early_and_turns_of_mates():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_group_shares_its_prefill(policy):
-    group = sample(prompts=make_prompts([37, 6]), config=cache(policy), sampling_fields={"num_generations": 3}, slots=4)
+    group = sample(
+        prompts=make_prompts([37, 6]), config=cache(policy), sampling_fields={"num_generations": 3}, slots=4
+    )
     assert [(r.prompt_index, r.sample_index) for r in group] == [(p, g) for p in (0, 1) for g in range(3)]
     assert len({tuple(r.completion_ids) for r in group}) == 6
     for p in (0, 1):
@@ -79,7 +84,12 @@ def test_a_group_shares_its_prefill(policy):
         if p == 0:  # the first eviction happens in the shared prompt
             first = [(e == 0) for e in of_prompt]
             assert all(torch.equal(f, first[0]) for f in first)
-    alone = sample(prompts=make_prompts([37, 6])[:1], config=cache(policy), sampling_fields={"num_generations": 1}, slots=4)
+    alone = sample(
+        prompts=make_prompts([37, 6])[:1],
+        config=cache(policy),
+        sampling_fields={"num_generations": 1},
+        slots=4,
+    )
     assert_same_bits(alone[0], group[0])
 
 
@@ -90,13 +100,19 @@ def test_a_reused_engine_remembers_nothing(policy):
     used.run(make_prompts([60, 2, 33, 48, 50], seed=8), seed=1)
     for t in (used.slots.k, used.slots.v):
         t.fill_(1e4)  # worse than anything a request leaves
-    for r, fresh in zip(used.run(prompts, seed=3), run(model(), prompts, [0, 1, 2], slots=2, config=cache(policy)), strict=True):
+    for r, fresh in zip(
+        used.run(prompts, seed=3),
+        run(model(), prompts, [0, 1, 2], slots=2, config=cache(policy)),
+        strict=True,
+    ):
         assert_same_bits(r, fresh)
 
 
 def test_across_slot_counts_only_near_ties_differ():
     prompts = make_prompts([37, 6, 18])
-    for a, b in zip(run(model(), prompts, [0, 1, 2], slots=1), run(model(), prompts, [0, 1, 2], slots=7), strict=True):
+    for a, b in zip(
+        run(model(), prompts, [0, 1, 2], slots=1), run(model(), prompts, [0, 1, 2], slots=7), strict=True
+    ):
         assert a.token_ids == b.token_ids
         assert gap(a.logprobs, b.logprobs) < 1e-4
 

@@ -1,4 +1,4 @@
-"""Contract 7: the trace is an argument. Train mode, checkpointing, order, micro-batches and extra passes change nothing."""
+"""Contract 7: train mode, checkpointing, order, micro-batches and extra passes change nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
-from helpers import gap, make_prompts, model, replay, sample
 
 import kvrl
+from helpers import gap, make_prompts, model, replay, sample
+from kvrl.attention.replay import ReplayContext
 from kvrl.models.tiny_families import build_family
 
 BACKENDS = ["mask", "segments"]
@@ -34,11 +35,6 @@ def assert_close(a, b, tolerance):
         assert gap(grad, b[1][name]) <= tolerance * max(1.0, grad.abs().max().item()), name
 
 
-@pytest.fixture
-def rollouts(request):
-    return sample(model(request.param, 40, torch.float64), new=20)
-
-
 FAMILIES = ["llama", "gemma2", "gpt_oss", "qwen3_moe", "mistral"]
 
 
@@ -53,15 +49,22 @@ def test_gradients_of_both_backends_agree(name, double):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_train_mode_and_checkpointing(name, backend, double):
+def test_train_mode_and_checkpointing(name, backend, double, monkeypatch):
     lm = copy.deepcopy(model(name, 8, torch.float64))
     rollouts = sample(lm, new=20)
     evaluated = gradients(lm.eval(), rollouts, backend)
     trained = gradients(lm.train(), rollouts, backend)
     assert_close(trained, evaluated, 1e-12)
     lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    assert lm.is_gradient_checkpointing
+    calls, attend = [], ReplayContext.attend
+
+    def counted(self, call):
+        calls.append(call.layer)
+        return attend(self, call)
+
+    monkeypatch.setattr(ReplayContext, "attend", counted)
     assert_close(gradients(lm, rollouts, backend), trained, 1e-12)
+    assert len(calls) == 2 * lm.config.num_hidden_layers  # every layer again in the backward pass
     assert_close(gradients(lm, rollouts, backend, extra_pass=True), trained, 1e-12)
 
 

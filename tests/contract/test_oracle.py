@@ -7,9 +7,9 @@ import sys
 
 import pytest
 import torch
-from helpers import DENSE_MISMATCH, bar, cache, gap, make_prompts, model, oracle, replay, sample, stock
 
 import kvrl
+from helpers import DENSE_MISMATCH, bar, cache, gap, make_prompts, model, oracle, replay, sample, stock
 from kvrl.attention.replay import ReplayContext
 from kvrl.cache.policies import POLICIES
 from kvrl.eval.oracle import full_forward_logprobs, oracle_logprobs
@@ -119,7 +119,11 @@ def test_an_ignored_keyword_shows(name, window, ignored, backend, monkeypatch):
 
 @pytest.mark.parametrize("name, window", CASES)
 def test_compression_off_gives_the_stock_logits(name, window, double):
-    lm, twin, (ids,) = model(name, window, torch.float64), stock(name, window, torch.float64), make_prompts([70])
+    lm, twin, (ids,) = (
+        model(name, window, torch.float64),
+        stock(name, window, torch.float64),
+        make_prompts([70]),
+    )
     kvrl.rollout(lm, [[1]], cache=cache("dense"), sampling=kvrl.SamplingConfig(max_completion_length=1))
     given = {"input_ids": torch.tensor([ids]), "use_cache": False}
     with torch.no_grad():

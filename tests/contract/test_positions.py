@@ -1,4 +1,4 @@
-"""Contract 3: RoPE that depends on the longest position is exact up to its original limit and refused beyond."""
+"""Contract 3: RoPE that depends on the longest position is exact up to its limit and refused beyond."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ import dataclasses
 
 import pytest
 import torch
-from helpers import bar, cache, gap, make_prompts, oracle, replay, sample
 
 import kvrl
+from helpers import bar, cache, gap, make_prompts, oracle, replay, sample
 from kvrl.errors import KvrlError
 from kvrl.models.tiny_families import build_family
 
 LIMIT = 64
 LONG = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 0.75,
-    "short_factor": [1.0] * 6, "long_factor": [4.0] * 6, "original_max_position_embeddings": LIMIT,
+    "rope_type": "longrope", "rope_theta": 10000.0, "partial_rotary_factor": 1.0,
+    "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": LIMIT,
 }  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 CASES = {
-    "longrope": ("phi3", {"rope_parameters": LONG, "max_position_embeddings": 256, "original_max_position_embeddings": LIMIT}),
+    "longrope": (
+        "phi3",
+        {"rope_parameters": LONG, "max_position_embeddings": 256, "original_max_position_embeddings": LIMIT},
+    ),
     "dynamic": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": LIMIT}),
 }
 

@@ -1,12 +1,24 @@
-"""Contract 12: prompts longer than a slot are prefilled in chunks; turns that were not sampled are inserted alike."""
+"""Contract 12: long prompts are prefilled in chunks; turns that were not sampled are inserted alike."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from helpers import DENSE_MISMATCH, bar, cache, gap, make_prompts, model, oracle, replay, sample, sampling, stock
 
 import kvrl
+from helpers import (
+    DENSE_MISMATCH,
+    bar,
+    cache,
+    gap,
+    make_prompts,
+    model,
+    oracle,
+    replay,
+    sample,
+    sampling,
+    stock,
+)
 from kvrl.errors import KvrlError
 from kvrl.rollout.engine import Engine
 
@@ -51,7 +63,7 @@ def engine(policy="rkv", chunk=512, new=12, name="llama", window=8, **fields) ->
 @pytest.mark.parametrize("policy", ["rkv", "h2o", "snapkv"])
 @pytest.mark.parametrize("name, window", [("llama", 8), ("gemma2", 40), ("gpt_oss", 8)])
 def test_inserted_turns(name, window, policy):
-    """Two turns are inserted, the second longer than a slot; tokens, mask, log-probs and trace stay in step."""
+    """Two turns, the second longer than a slot; tokens, mask, log-probs and trace stay in step."""
     turns = {}
 
     def on_turn(request):
@@ -61,9 +73,13 @@ def test_inserted_turns(name, window, policy):
     lm = model(name, window)
     eos = list(range(3, 60))  # more than half of all draws
     config = sampling(90, eos_token_ids=eos)
-    rollouts = kvrl.rollout(lm, make_prompts([6, 18, 42]), cache=cache(policy), sampling=config, slots=2, on_turn=on_turn)
+    rollouts = kvrl.rollout(
+        lm, make_prompts([6, 18, 42]), cache=cache(policy), sampling=config, slots=2, on_turn=on_turn
+    )
     for r in rollouts:
-        inserted = [t for t, sampled in zip(r.completion_ids, r.loss_mask.tolist(), strict=True) if not sampled]
+        inserted = [
+            t for t, sampled in zip(r.completion_ids, r.loss_mask.tolist(), strict=True) if not sampled
+        ]
         assert inserted == [11, 12, 13, *range(20, 60)]
         assert r.finish_reason == "eos" and r.completion_ids[-1] in eos
         assert bool((r.logprobs[~r.loss_mask] == 0).all()) and bool((r.logprobs[r.loss_mask] < 0).all())
@@ -78,7 +94,9 @@ def test_inserted_turns(name, window, policy):
 def test_a_turn_that_does_not_fit_ends_the_completion():
     config = sampling(10, eos_token_ids=list(range(97)))
     for length, expected in ((8, 1), (9, 1), (10, 1)):
-        (r,) = kvrl.rollout(model(), make_prompts([6]), cache=cache(), sampling=config, on_turn=lambda q, n=length: [5] * n)
+        (r,) = kvrl.rollout(
+            model(), make_prompts([6]), cache=cache(), sampling=config, on_turn=lambda q, n=length: [5] * n
+        )
         if length == 8:  # room for the turn and one token after it
             assert r.loss_mask.tolist() == [True] + [False] * 8 + [True]
         else:

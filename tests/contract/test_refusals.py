@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
-from helpers import cache, make_prompts, sample
 from peft import LoraConfig, get_peft_model
 
+from helpers import cache, make_prompts, sample
 from kvrl.attention.probe import prepare, probe
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
@@ -20,26 +20,52 @@ SMALL = {
 }  # fmt: skip
 MODELS = {
     "DeepseekV3": (
-        {"q_lora_rank": 16, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
-         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16},
+        {
+            "q_lora_rank": 16,
+            "kv_lora_rank": 8,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 16,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "moe_intermediate_size": 16,
+        },
         "deepseek_v3.*MLA",
     ),
     "Qwen3Next": (
-        {"linear_num_value_heads": 2, "linear_num_key_heads": 2, "linear_key_head_dim": 16, "num_experts": 4,
-         "linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"],
-         "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+        {
+            "linear_num_value_heads": 2,
+            "linear_num_key_heads": 2,
+            "linear_key_head_dim": 16,
+            "num_experts": 4,
+            "linear_value_head_dim": 16,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "shared_expert_intermediate_size": 16,
+        },
         "qwen3_next.*linear_attention",
     ),
-    "FalconH1": ({"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8}, "falcon_h1"),
+    "FalconH1": (
+        {"mamba_d_ssm": 32, "mamba_n_heads": 2, "mamba_d_head": 16, "mamba_d_state": 8},
+        "falcon_h1",
+    ),
     "Mamba": ({"state_size": 4, "num_attention_heads": None, "num_key_value_heads": None}, "mamba"),
-    "Jamba": ({"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "num_experts": 2}, "jamba"),
+    "Jamba": (
+        {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "num_experts": 2},
+        "jamba",
+    ),
 }
 
 
 @pytest.mark.parametrize("prefix", sorted(MODELS))
 def test_models_with_other_state(prefix):
     fields, message = MODELS[prefix]
-    config = getattr(transformers, f"{prefix}Config")(**{k: v for k, v in {**SMALL, **fields}.items() if v is not None})
+    config = getattr(transformers, f"{prefix}Config")(
+        **{k: v for k, v in {**SMALL, **fields}.items() if v is not None}
+    )
     lm = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with pytest.raises(KvrlError, match=message):
         probe(prepare(lm))
@@ -84,7 +110,7 @@ def test_an_unknown_keyword_of_attention_is_refused(monkeypatch):
 
 @pytest.mark.parametrize("fields, message", [
     ({"policy": "rvk"}, "'rvk' is not one of .*did you mean 'rkv'"),
-    ({"budget": 11, "window": 8}, r"cache\.budget: 11 is below the 12 entries.*4 sinks \+ 8 newest.*at least 12"),
+    ({"budget": 11, "window": 8}, r"cache\.budget: 11 is below the 12 .*4 sinks \+ 8 newest.*at least 12"),
     ({"params": {"kernal": 3}}, r"cache\.params\.kernal.*kernel, mix, threshold"),
     ({"params": {"kernel": 4}}, r"cache\.params\.kernel: 4 is even"),
     ({"params": {"mix": 1.5}}, r"cache\.params\.mix: 1\.5"),
@@ -97,7 +123,12 @@ def test_cache_sections(fields, message):
 
 def test_the_smallest_budget_runs():
     make_policy(cache(budget=12, window=8))
-    assert sample(prompts=make_prompts([20]), config=cache(budget=12, window=8, buffer=1), new=5)[0].trace.num_events == 12
+    assert (
+        sample(prompts=make_prompts([20]), config=cache(budget=12, window=8, buffer=1), new=5)[
+            0
+        ].trace.num_events
+        == 12
+    )
 
 
 def test_a_model_that_runs_is_not_refused():

@@ -40,7 +40,9 @@ def attend(
     if softcap is None and s_aux is None:
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=scaling)
         return out.view(n, hq, m, d)
-    logits = attention_logits(q, k, scaling=scaling, softcap=softcap).masked_fill(~visible, float("-inf"))
+    logits = attention_logits(q, k, scaling=scaling, softcap=softcap)
+    # Not -inf: a query that sees nothing (left padding, without a context) must not turn its mates into NaN
+    logits = logits.masked_fill(~visible, torch.finfo(logits.dtype).min)
     if s_aux is not None:  # a key that every query sees, with a value of zero and a learned logit
         sink = s_aux.float().view(1, hkv, group, 1).expand(n, -1, -1, m).reshape(n, hkv, group * m, 1)
         probs = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]

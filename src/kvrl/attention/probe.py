@@ -137,10 +137,10 @@ def rope_limit(config) -> int | None:
     return min(limits) if limits else None
 
 
-def check_length(spec: ModelSpec, tokens: int, what: str) -> None:
+def check_length(limit: int | None, tokens: int, what: str) -> None:
     """Raise KvrlError if a sequence of `tokens` would change RoPE's factors on the way."""
-    if spec.max_length is not None and tokens > spec.max_length:
+    if limit is not None and tokens > limit:
         raise KvrlError(
-            f"{what}: {tokens} tokens are over {spec.max_length}, where this model's RoPE changes its factors for "
-            f"tokens already cached; keep prompt and completion within {spec.max_length} tokens"
+            f"{what}: {tokens} tokens are over {limit}, where this model's RoPE changes its factors for "
+            f"tokens already cached; keep prompt and completion within {limit} tokens"
         )

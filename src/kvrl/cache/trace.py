@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from os import PathLike
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -104,14 +104,17 @@ class KVTrace:
     @classmethod
     def load(cls, path: str | PathLike) -> KVTrace:
         """Read a trace from a safetensors file; KvrlError if the file is not one of `save`."""
-        with safe_open(path, framework="pt") as file:
-            meta = file.metadata() or {}
-            if meta.get("format") != "kvrl.trace.v1":
-                raise KvrlError(f"trace file {path}: format is {meta.get('format')!r}, expected 'kvrl.trace.v1'")
-            trace = cls(
-                file.get_tensor("events"),
-                file.get_tensor("evicted_at_event"),
-                int(meta["budget"]),
-                int(meta["buffer"]),
-            )
+        try:
+            with safe_open(path, framework="pt") as file:
+                meta = file.metadata() or {}
+                if meta.get("format") != "kvrl.trace.v1":
+                    raise KvrlError(f"trace file {path}: format is {meta.get('format')!r}, expected 'kvrl.trace.v1'")
+                trace = cls(
+                    file.get_tensor("events"),
+                    file.get_tensor("evicted_at_event"),
+                    int(meta["budget"]),
+                    int(meta["buffer"]),
+                )
+        except (OSError, SafetensorError) as error:
+            raise KvrlError(f"trace file {path}: cannot be read ({error}); it is missing, cut or corrupt") from None
         return trace.validate()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +18,27 @@ from kvrl.train.config import Config, load_config
 
 
 def run_compare(args: argparse.Namespace) -> None:
-    """`kvrl compare`: one run for each method and seed under output_dir/METHOD/seed-S; finished runs are not repeated."""
+    """`kvrl compare`: one run for each method and seed under output_dir/METHOD/seed-S; finished runs are not repeated.
+
+    A warm start is made once for each seed, so that all methods start from the same model.
+    """
     configs = plan(args)
-    root = Path(load_config(args.config, args.overrides).output_dir)
+    base = load_config(args.config, args.overrides)
+    root = Path(base.output_dir)
+    say = Console(stderr=True)
+    if base.warm_start is not None:
+        for seed in sorted({config.seed for config in configs}):
+            if not (start_folder(root, seed) / "config.json").is_file():
+                from kvrl.train.trainer import make_start
+
+                make_start(base.model_copy(update={"seed": seed}), start_folder(root, seed), say.print)
     for config in configs:
         if not _finished(config):
             from kvrl.train.trainer import train
 
-            Console(stderr=True).rule(f"{config.method}, seed {config.seed}")
-            train(config)
+            say.rule(f"{config.method}, seed {config.seed}")
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is the table's, or JSON alone
+                train(config)
     result = collect(configs, args.methods)
     (root / "compare.json").write_text(json.dumps(result, indent=2))
     plot(root / "compare.png", configs, args.methods)
@@ -35,19 +49,22 @@ def run_compare(args: argparse.Namespace) -> None:
         Console().print(f"plot: {root / 'compare.png'}")
 
 
+def start_folder(root: Path, seed: int) -> Path:
+    """The model from which every method's run of a seed starts."""
+    return root / "start" / f"seed-{seed}"
+
+
 def plan(args: argparse.Namespace) -> list[Config]:
     """The configuration of every run, all checked before the first starts."""
     base = load_config(args.config, args.overrides)
+    root = Path(base.output_dir)
     out = []
-    for method in args.methods:
-        for seed in range(args.first_seed, args.first_seed + args.seeds):
-            folder = Path(base.output_dir) / method / f"seed-{seed}"
-            out.append(
-                load_config(
-                    args.config,
-                    [*args.overrides, ("method", method), ("seed", str(seed)), ("output_dir", str(folder))],
-                )
-            )
+    for seed in range(args.first_seed, args.first_seed + args.seeds):  # seeds first: a cut comparison is balanced
+        for method in args.methods:
+            own = [("method", method), ("seed", str(seed)), ("output_dir", str(root / method / f"seed-{seed}"))]
+            if base.warm_start is not None:
+                own += [("model.path", str(start_folder(root, seed))), ("warm_start", "null")]
+            out.append(load_config(args.config, [*args.overrides, *own]))
     return out
 
 

@@ -1,7 +1,7 @@
-"""Tiny random models of every supported family, hard on sampler and replay: tests and `kvrl parity --model tiny`.
+"""Tiny random models of every supported family, hard on sampler and replay: tests and `kvrl parity`.
 
-Weights are large (a wrong mask shows), soft-caps are low, windows short, and token BOS is an attention sink by
-construction: without one, evicting the first tokens is invisible on a random model.
+Weights are large (a wrong mask shows), soft-caps are low, windows short, and token BOS is an attention sink
+by construction: without one, evicting the first tokens is invisible on a random model.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _FAMILIES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "olmo2": ("Olmo2", 2, {}),
     "granite": (
         "Granite", 2,
-        {"embedding_multiplier": 1.5, "logits_scaling": 1.7, "residual_multiplier": 0.8, "attention_multiplier": 0.2},
+        {"embedding_multiplier": 1.5, "logits_scaling": 1.7, "residual_multiplier": 0.8,
+         "attention_multiplier": 0.2},
     ),
     "smollm3": ("SmolLM3", 3, {"no_rope_layers": [1, 0, 1], "pad_token_id": 0, "tie_word_embeddings": False}),
     "glm4": ("Glm4", 2, {"head_dim": HEAD_DIM, "pad_token_id": 0}),
@@ -102,14 +103,19 @@ def build_family(
             **overrides,
         }
     )
-    model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(dtype)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    buffers = dict(model.named_buffers())
+    model.to(dtype)
+    for path, buffer in buffers.items():  # RoPE's frequencies stay in fp32, as from_pretrained leaves them
+        owner, _, attribute = path.rpartition(".")
+        setattr(model.get_submodule(owner), attribute, buffer)
     _fill(model, seed)
     return model.train()
 
 
 @torch.no_grad()
 def _fill(model: PreTrainedModel, seed: int) -> None:
-    """Weights of standard deviation 0.2, norms spread around 1, random biases and sinks; then the planted sink."""
+    """Weights of standard deviation 0.2, norms around 1, random biases and sinks; then the planted sink."""
     generator = torch.Generator().manual_seed(seed)
     centred = model.config.model_type in ("gemma2", "gemma3_text")  # norm weights are 1 + w
     for parameter_name, p in sorted(model.named_parameters()):
@@ -123,8 +129,10 @@ def _fill(model: PreTrainedModel, seed: int) -> None:
 
 
 def _plant_sink(model: PreTrainedModel) -> None:
-    """Let every query favour BOS: one key dimension that RoPE hardly turns, read from two reserved channels."""
-    spread = 1.0 / math.sqrt(HIDDEN) if model.config.model_type.startswith("gemma") else 1.0  # gemma multiplies it back
+    """Let every query favour BOS, in a dimension that RoPE hardly turns and from two reserved channels."""
+    spread = (
+        1.0 / math.sqrt(HIDDEN) if model.config.model_type.startswith("gemma") else 1.0
+    )  # gemma multiplies it back
     embedding = model.get_input_embeddings().weight
     if not model.config.tie_word_embeddings:
         embedding.mul_(5.0 * spread)

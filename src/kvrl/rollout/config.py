@@ -32,4 +32,4 @@ class SamplingConfig(BaseModel):
     @property
     def truncates(self) -> bool:
         """Whether the sampler renormalises on a part of the vocabulary."""
-        return self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0
+        return self.temperature > 0.0 and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)

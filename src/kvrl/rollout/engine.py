@@ -88,7 +88,7 @@ class Engine:
         self.prefill_chunk = prefill_chunk
         self.max_prompt_length = max_prompt_length
         self.max_tokens = max_prompt_length + sampling.max_completion_length
-        check_length(self.spec, self.max_tokens, "prompt + sampling.max_completion_length")
+        check_length(self.spec.max_length, self.max_tokens, "prompt + sampling.max_completion_length")
         # The full cache is a slot of max_tokens entries that never fills: the last token has no forward (contract 2).
         dense = self.policy is None
         self.budget = self.max_tokens - 1 if dense else cache.budget

@@ -70,7 +70,8 @@ def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
     """First index whose cumulated probability exceeds u times the total: probs [S, V], uniforms [S] -> int64 [S]."""
     cumulated = probs.cumsum(dim=-1)
     target = uniforms[:, None] * cumulated[:, -1:]
-    return torch.searchsorted(cumulated, target, right=True)[:, 0]
+    index = torch.searchsorted(cumulated, target, right=True)[:, 0]
+    return index.clamp(max=probs.shape[-1] - 1)  # only NaN goes beyond, and the engine names it
 
 
 def pick(values: Tensor, index: Tensor) -> Tensor:

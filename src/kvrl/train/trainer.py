@@ -266,6 +266,15 @@ def supervise(config: Config, model: Any, tokenizer: Any, task: Task, log: Any) 
     )
 
 
+def make_start(config: Config, folder: Path, log: Any) -> None:
+    """Warm-start a model and write its folder: what several runs can start from."""
+    torch.manual_seed(config.seed)
+    task = get_task(config.task.name, **config.task.params)
+    model, tokenizer = load_policy(config, task, None)
+    supervise(config, model, tokenizer, task, log)
+    save_model(folder, model, tokenizer)
+
+
 def starting_model(config: Config, model: Any, output_dir: Path, resumed: bool) -> nn.Module:
     """The model that the KL refers to: kept in `reference/` so that a resumed run has the same one."""
     if config.lora is not None:

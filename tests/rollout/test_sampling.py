@@ -1,0 +1,156 @@
+"""Drawing tokens: truncation by hand and against transformers, inverse CDF, one uniform number per token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+import kvrl
+from helpers import bar, cache, gap, make_prompts, model, oracle, replay, sample, sampling, stock
+from kvrl.errors import KvrlError
+from kvrl.rollout.sampling import draw, inverse_cdf, kept_sizes
+from kvrl.streams import fold, stream_key, uniform
+
+PROBS = [0.05, 0.4, 0.1, 0.25, 0.2]  # most likely first: 1, 3, 4, 2, 0
+BY_HAND = [
+    ({"top_k": 2}, [1, 3]),
+    ({"top_p": 0.8}, [1, 3, 4]),
+    ({"top_p": 0.64}, [1, 3]),
+    ({"top_p": 0.66}, [1, 3, 4]),
+    ({"top_p": 0.01}, [1]),
+    ({"min_p": 0.26}, [1, 3, 4]),
+    ({"min_p": 0.24}, [1, 3, 4, 2]),
+    ({"top_k": 3, "top_p": 0.7}, [1, 3]),  # 0.4 and 0.25 of 0.85 reach 0.7
+    ({"top_k": 4, "min_p": 0.6}, [1, 3]),
+    ({"top_k": 99}, [1, 3, 4, 2, 0]),
+]
+
+
+def kept(fields, logits):
+    config = sampling(**fields)
+    return draw(logits, torch.full((len(logits),), 0.5), config)
+
+
+@pytest.mark.parametrize("fields, expected", BY_HAND, ids=lambda x: str(x))
+def test_truncation_by_hand(fields, expected):
+    drawn = kept(fields, torch.tensor([PROBS]).log())
+    size = int(drawn.support_sizes[0])
+    assert drawn.support_ids[0, :size].tolist() == expected and drawn.support_ids.dtype == torch.int32
+    total, reached = sum(PROBS[i] for i in expected), 0.0
+    for i in expected:  # inverse CDF at u = 0.5 by hand, in the order of the support
+        reached += PROBS[i]
+        if reached > 0.5 * total:
+            break
+    assert int(drawn.tokens[0]) == i
+    assert float(drawn.logprobs[0]) == pytest.approx(math.log(PROBS[i] / total), abs=1e-6)
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0, 1.7])
+@pytest.mark.parametrize(
+    "fields", [{"top_k": 7}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 30, "top_p": 0.9, "min_p": 0.02}]
+)
+def test_truncation_equals_transformers(fields, temperature):
+    logits = 2 * torch.randn(50, 97, generator=torch.Generator().manual_seed(0))
+    drawn = kept({**fields, "temperature": temperature}, logits)
+    warped = logits / temperature
+    for name, warper in (
+        ("top_k", TopKLogitsWarper),
+        ("top_p", TopPLogitsWarper),
+        ("min_p", MinPLogitsWarper),
+    ):
+        if name in fields:
+            warped = warper(fields[name])(None, warped)
+    for row in range(len(logits)):
+        ours = drawn.support_ids[row, : int(drawn.support_sizes[row])].tolist()
+        assert sorted(ours) == warped[row].isfinite().nonzero()[:, 0].tolist()
+    assert gap(drawn.logprobs, warped.log_softmax(-1).gather(1, drawn.tokens[:, None])[:, 0]) < 1e-5
+
+
+def test_frequencies_of_the_inverse_cdf():
+    u = uniform(fold(torch.tensor(stream_key(1, 2)), torch.arange(200_000)))
+    tokens = inverse_cdf(torch.tensor([PROBS]).expand(len(u), -1), u)
+    share = torch.bincount(tokens, minlength=5) / len(u)
+    assert gap(share, torch.tensor(PROBS)) < 4 * math.sqrt(0.25 / len(u))
+
+
+def test_edges_of_the_inverse_cdf():
+    probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4, -1)
+    u = torch.tensor([0.0, 0.49, 0.5, 1 - 2.0**-23])
+    assert inverse_cdf(probs, u).tolist() == [1, 1, 3, 3]  # an impossible token is never drawn
+    many = torch.rand(1, 50_000) * 1e-4  # the total need not be 1, and the last number is still below it
+    assert int(inverse_cdf(many, torch.tensor([1 - 2.0**-23]))) < 50_000
+
+
+def test_greedy_takes_the_best_at_temperature_one():
+    logits = torch.tensor([PROBS]).log()
+    for fields in ({}, {"top_k": 3}):
+        drawn = kept({"temperature": 0.0, **fields}, logits)
+        assert int(drawn.tokens) == 1 and float(drawn.logprobs) == pytest.approx(math.log(0.4), abs=1e-6)
+
+
+@pytest.mark.parametrize("fields", [{"top_k": 5}, {"top_p": 0.8}, {"min_p": 0.2}])
+def test_greedy_rollouts_with_truncation_set(fields):
+    (r,) = sample(prompts=make_prompts([5]), new=4, sampling_fields={"temperature": 0.0, **fields})
+    assert gap(replay(model(), [r]), r.logprobs[None]) < 1e-4
+
+
+def test_support_over_the_limit_is_an_error():
+    with pytest.raises(KvrlError, match=r"sampling\.max_support: .*keeps 12 ids, over 8"):
+        sample(prompts=make_prompts([5]), new=2, sampling_fields={"top_k": 12, "max_support": 8})
+
+
+def test_kept_sizes_is_at_least_one():
+    logps = torch.tensor([[0.0, float("-inf"), float("-inf")]])
+    assert kept_sizes(logps, sampling(top_p=0.5)).tolist() == [1]
+
+
+CUTS = [
+    {},
+    {"temperature": 0.7},
+    {"top_k": 7},
+    {"top_p": 0.8, "temperature": 1.3},
+    {"min_p": 0.05, "top_k": 40},
+]
+
+
+@pytest.mark.parametrize("fields", CUTS, ids=str)
+def test_the_learner_renormalises_on_the_recorded_support(fields):
+    lm = model()
+    rollouts = sample(lm, sampling_fields=fields)
+    sampled = kvrl.sampler_logprobs(rollouts)
+    limit = bar(stock(), rollouts) / min(1.0, fields.get("temperature", 1.0))
+    for backend in ("mask", "segments"):
+        assert gap(replay(lm, rollouts, backend=backend), sampled) <= limit
+    if set(fields) <= {"temperature"}:
+        assert gap(oracle(stock(), rollouts), sampled) <= limit
+        assert rollouts[0].support is None
+        return
+    for r in rollouts:
+        offsets = r.support.offsets.tolist()
+        assert r.support.ids.dtype == torch.int32 and len(offsets) == len(r.completion_ids) + 1
+        for t, token in enumerate(r.completion_ids):
+            assert token in r.support.ids[offsets[t] : offsets[t + 1]].tolist()
+    full = oracle(stock(), [r.__class__(**{**vars(r), "support": None}) for r in rollouts])
+    assert gap(full, sampled) > 1e-2  # without the renormalisation it would show
+
+
+def test_support_with_inserted_turns():
+    rollouts = kvrl.rollout(
+        model(), make_prompts([6, 18]), cache=cache(),
+        sampling=sampling(40, eos_token_ids=list(range(3, 60)), top_k=9),
+        on_turn=lambda r: [7, 8, 9] if len(r.completion_ids) < 12 else None,
+    )  # fmt: skip
+    assert all(not r.loss_mask.all() for r in rollouts)
+    for r in rollouts:
+        sizes = r.support.offsets.diff()
+        assert bool((sizes[~r.loss_mask] == 0).all()) and bool((sizes[r.loss_mask] == 9).all())
+    assert gap(replay(model(), rollouts), kvrl.sampler_logprobs(rollouts)) < 1e-4
+
+
+def test_cut_and_whole_distributions_are_not_mixed():
+    rollouts = [*sample(new=3), *sample(new=3, sampling_fields={"top_k": 4})]
+    with pytest.raises(KvrlError, match="score them apart"):
+        replay(model(), rollouts)
