@@ -57,16 +57,12 @@ def sampling(new: int = NEW, **fields) -> kvrl.SamplingConfig:
     return kvrl.SamplingConfig(**{"max_completion_length": new, "eos_token_ids": [], **fields})
 
 
-def sample(
-    lm=None, prompts=None, config=None, *, new: int = NEW, seed: int = 0, **kwargs
-) -> list[kvrl.Rollout]:
+def sample(lm=None, prompts=None, config=None, *, new: int = NEW, seed: int = 0, **kwargs) -> list[kvrl.Rollout]:
     """Rollouts of the tiny llama under R-KV, or of what is given."""
     lm = model() if lm is None else lm
     prompts = make_prompts() if prompts is None else prompts
     fields = kwargs.pop("sampling_fields", {})
-    return kvrl.rollout(
-        lm, prompts, cache=config or cache(), sampling=sampling(new, **fields), seed=seed, **kwargs
-    )
+    return kvrl.rollout(lm, prompts, cache=config or cache(), sampling=sampling(new, **fields), seed=seed, **kwargs)
 
 
 @torch.no_grad()
@@ -78,9 +74,7 @@ def oracle(twin, rollouts: Sequence[kvrl.Rollout], dtype: torch.dtype = torch.fl
     """The oracle's log-probs of every completion token, [N, max C], 0 beyond."""
     out = torch.zeros(len(rollouts), max(len(r.completion_ids) for r in rollouts), dtype=dtype)
     for i, r in enumerate(rollouts):
-        logps = oracle_logprobs(
-            twin, r.token_ids, len(r.prompt_ids), r.trace.evicted_at(), temperature=r.temperature
-        )
+        logps = oracle_logprobs(twin, r.token_ids, len(r.prompt_ids), r.trace.evicted_at(), temperature=r.temperature)
         out[i, : len(logps)] = logps
     return out
 

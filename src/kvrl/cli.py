@@ -45,9 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands; the parsed `run` attribute is the subcommand's function."""
-    parser = _Parser(
-        prog="kvrl", description="Reinforcement learning with rollouts in a fixed KV-cache budget."
-    )
+    parser = _Parser(prog="kvrl", description="Reinforcement learning with rollouts in a fixed KV-cache budget.")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     _add_train(commands)
     _add_eval(commands)
@@ -96,9 +94,7 @@ def _command(commands: argparse._SubParsersAction, name: str, run, text: str) ->
 
 
 def _add_train(commands: argparse._SubParsersAction) -> None:
-    text = (
-        "train as CONFIG says; any field can be given as a flag: --section.field VALUE, --output_dir FOLDER"
-    )
+    text = "train as CONFIG says; any field can be given as a flag: --section.field VALUE, --output_dir FOLDER"
     parser = _command(commands, "train", _train, text)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
 
@@ -107,9 +103,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "eval", _eval, "accuracy and KV bytes of a model under several cache budgets")
     parser.add_argument("model", metavar="MODEL", help="a model folder, a fetched name, or a hub name")
     parser.add_argument("--task", required=True, help="a name of the task registry")
-    parser.add_argument(
-        "--task_params", type=_yaml_mapping, default={}, metavar="YAML", help="e.g. '{max_steps: 20}'"
-    )
+    parser.add_argument("--task_params", type=_yaml_mapping, default={}, metavar="YAML", help="e.g. '{max_steps: 20}'")
     parser.add_argument("--budgets", type=parse_budgets, default=["full"], help="e.g. 24,32,48,full")
     _add_cache_flags(parser, policy="rkv")
     parser.add_argument("--n", type=_positive, default=256, help="held-out problems")
@@ -121,9 +115,7 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_parity(commands: argparse._SubParsersAction) -> None:
-    parser = _command(
-        commands, "parity", _parity, "sample, replay, and print how far the log-probs are apart"
-    )
+    parser = _command(commands, "parity", _parity, "sample, replay, and print how far the log-probs are apart")
     parser.add_argument("--model", default="tiny", help="tiny, tiny:FAMILY, smollm2-135m, or a model folder")
     _add_cache_flags(parser, policy="all")
     parser.add_argument("--budget", type=_positive, default=None, help="default: by model")
@@ -139,9 +131,7 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("--methods", type=parse_methods, default=list(METHODS), help=",".join(METHODS))
     parser.add_argument("--seeds", type=_positive, default=3, help="how many seeds for each method")
-    parser.add_argument(
-        "--first_seed", type=_natural, default=0, help="seeds are first_seed, first_seed + 1, ..."
-    )
+    parser.add_argument("--first_seed", type=_natural, default=0, help="seeds are first_seed, first_seed + 1, ...")
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
 
 

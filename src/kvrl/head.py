@@ -8,13 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from kvrl.attention.probe import text_config
+from kvrl.attention.probe import causal_lm, text_config
 from kvrl.errors import KvrlError
-
-
-def causal_lm(model: nn.Module) -> Any:
-    """The transformers causal LM inside a PEFT model, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def decoder(model: nn.Module) -> nn.Module:
@@ -44,7 +39,9 @@ class Head:
 
     def _cast(self) -> dict[str, Tensor]:
         tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        return {name: t.float() if t.is_floating_point() and t.dtype != torch.float64 else t for name, t in tensors.items()}
+        return {
+            name: t.float() if t.is_floating_point() and t.dtype != torch.float64 else t for name, t in tensors.items()
+        }
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [..., E] -> fp32 logits [..., V] (float64 stays)."""

@@ -98,9 +98,7 @@ def run(call_fields, tokens, kind, make):
 
 @pytest.mark.parametrize("kind", KINDS, ids=["plain", "softcap", "sinks", "both"])
 @pytest.mark.parametrize("window", [None, 3, 16, 17, 25])
-@pytest.mark.parametrize(
-    "budget, buffer, tokens", [(12, 4, (40, 41, 17, 9)), (5, 11, (50, 16)), (15, 1, (30, 33))]
-)
+@pytest.mark.parametrize("budget, buffer, tokens", [(12, 4, (40, 41, 17, 9)), (5, 11, (50, 16)), (15, 1, (30, 33))])
 def test_segments_equal_the_mask_with_gradients(budget, buffer, tokens, window, kind):
     traces = [random_trace(t, budget, buffer, seed=t) for t in tokens]
     if window is not None and window <= budget + buffer:  # a ring: the sampler's trace records nothing there
@@ -169,9 +167,7 @@ def test_flex_equals_the_mask(window, kind):
     results = []
     for function in (attend_mask, attend_flex):
         given = [x.clone().requires_grad_() for x in (q, k, v)]
-        call = AttentionCall(
-            0, *given, scaling=0.125, **{"window": window, "softcap": None, "s_aux": None, **kind}
-        )
+        call = AttentionCall(0, *given, scaling=0.125, **{"window": window, "softcap": None, "s_aux": None, **kind})
         out = function(call, lifetimes)
         out.square().sum().backward()
         results.append([out.detach(), *(x.grad for x in given)])

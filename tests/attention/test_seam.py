@@ -10,9 +10,9 @@ from kvrl.attention import seam
 from kvrl.attention.probe import prepare, text_config
 from kvrl.attention.seam import NAME, kvrl_attention
 from kvrl.errors import KvrlError
-from kvrl.logprobs import Scorer
+from kvrl.learner import Scorer
 from kvrl.models.tiny_families import WINDOWED, build_family
-from kvrl.rollout.engine import Engine
+from kvrl.sampler.engine import Engine
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "mistral", "cohere2"])

@@ -11,7 +11,7 @@ from helpers import cache, make_prompts, model, sampling
 from kvrl.attention.replay import attend_mask
 from kvrl.cache.policies import POLICIES, Entries, make_policy
 from kvrl.cache.policies.base import Observation
-from kvrl.rollout.engine import Engine
+from kvrl.sampler.engine import Engine
 
 N, H, GROUP, W, n, D = 2, 2, 2, 5, 13, 6
 SCALING = 0.37
@@ -21,9 +21,7 @@ def entries(seed: int = 0, softcap: float | None = 1.5, in_prompt: bool = False,
     """Random full slots; the first two and the last three entries may not go."""
     g = torch.Generator().manual_seed(seed)
     keys = torch.randn(N, H, n, D, generator=g)
-    keys[..., 4:9, :] = keys[..., 2:3, :] + 0.2 * torch.randn(
-        N, H, 5, D, generator=g
-    )  # some repeat each other
+    keys[..., 4:9, :] = keys[..., 2:3, :] + 0.2 * torch.randn(N, H, 5, D, generator=g)  # some repeat each other
     candidate = torch.ones(N, H, n, dtype=torch.bool)
     candidate[..., :2] = False
     candidate[..., -3:] = False
@@ -61,10 +59,7 @@ def importance(e: Entries, s: int, h: int, queries: int, pool: str, kernel: int)
         best = {j: max(logit(e, s, h * GROUP + g, w, j) for g in range(GROUP)) for j in those}
         for j, p in softmax(best).items():
             mean[j] += p / queries
-    near = {
-        j: [mean[i] if 0 <= i < n else 0.0 for i in range(j - kernel // 2, j + kernel // 2 + 1)]
-        for j in those
-    }
+    near = {j: [mean[i] if 0 <= i < n else 0.0 for i in range(j - kernel // 2, j + kernel // 2 + 1)] for j in those}
     return {j: max(x) if pool == "max" else sum(x) / kernel for j, x in near.items()}
 
 
@@ -88,9 +83,7 @@ def slow_rkv(e, s, h, mix=0.1, kernel=7, threshold=0.5, window=4):
 
 
 def slow_tova(e, s, h):
-    probs = [
-        softmax({j: logit(e, s, q, W - 1, j) for j in range(n)}) for q in range(h * GROUP, (h + 1) * GROUP)
-    ]
+    probs = [softmax({j: logit(e, s, q, W - 1, j) for j in range(n)}) for q in range(h * GROUP, (h + 1) * GROUP)]
     return {j: sum(p[j] for p in probs) / GROUP for j in range(n)}
 
 
@@ -117,9 +110,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("softcap", [None, 1.5])
-@pytest.mark.parametrize(
-    "name, params, in_prompt, slow", CASES, ids=lambda x: x if isinstance(x, str) else ""
-)
+@pytest.mark.parametrize("name, params, in_prompt, slow", CASES, ids=lambda x: x if isinstance(x, str) else "")
 def test_scores_against_loops(name, params, in_prompt, slow, softcap):
     e = entries(softcap=softcap, in_prompt=in_prompt)
     policy = POLICIES[name](**params)
@@ -196,9 +187,7 @@ def test_h2o_state_follows_its_entries(name, window):
     held = T - int(r.trace.evicted_at_event[-1]) + 24
     for i, layer in enumerate(engine.slots.managed):
         call = calls[layer]
-        logits = (
-            call.scaling * call.q[0].view(2, 2, T, -1) @ call.k[0][:, None].transpose(-1, -2)
-        )  # [H, group, T, T]
+        logits = call.scaling * call.q[0].view(2, 2, T, -1) @ call.k[0][:, None].transpose(-1, -2)  # [H, group, T, T]
         logits = logits if call.softcap is None else call.softcap * torch.tanh(logits / call.softcap)
         index = torch.arange(T)
         visible = (index <= index[:, None])[None] & (index[:, None] < lifetimes[layer][:, None])

@@ -38,9 +38,7 @@ def test_seventy_thousand_tokens_evicted_one_by_one(tmp_path):
     tokens, budget = 70_000, 64
     count = tokens - 1 - budget
     assert (
-        event_dtype(count) == torch.int32
-        and event_dtype(32_767) == torch.int16
-        and event_dtype(32_768) == torch.int32
+        event_dtype(count) == torch.int32 and event_dtype(32_767) == torch.int16 and event_dtype(32_768) == torch.int32
     )
     events = torch.full((2, 1, tokens), -1, dtype=event_dtype(count))
     events[..., :count] = torch.arange(count)
@@ -91,9 +89,7 @@ def test_files_that_are_not_traces(tmp_path):
 
 def test_an_entry_evicted_right_after_its_query_is_valid():
     """TOVA may drop the newest entry: its own query saw it, the next does not."""
-    KVTrace(
-        torch.tensor([[[-1, -1, 0, -1]]], dtype=torch.int16), torch.tensor([3], dtype=torch.int32), 2, 1
-    ).validate()
+    KVTrace(torch.tensor([[[-1, -1, 0, -1]]], dtype=torch.int16), torch.tensor([3], dtype=torch.int32), 2, 1).validate()
     r = sample(prompts=make_prompts([40]), config=cache("tova", buffer=1, window=0, sinks=0))[0]
     lifetimes = r.trace.validate().evicted_at()
     assert bool((lifetimes == torch.arange(r.num_tokens) + 1).any())

@@ -10,7 +10,7 @@ from kvrl.attention.sampler import DecodeContext
 from kvrl.cache.policies import POLICIES, Policy
 from kvrl.cache.trace import NEVER, num_events, occupancy
 from kvrl.models.tiny_families import HEAD_DIM, KV_HEADS
-from kvrl.rollout.engine import Engine
+from kvrl.sampler.engine import Engine
 
 BUDGET, BUFFER = 24, 8
 
@@ -32,9 +32,7 @@ def test_schedule_and_occupancy(policy):
         assert bool((lifetimes[..., -1] == NEVER).all())
         for event, at in enumerate(expected):
             assert bool(((r.trace.events == event).sum(-1) == BUFFER).all())
-            assert bool(
-                (alive(r.trace, at - 1).sum(-1) == BUDGET + BUFFER).all()
-            )  # the newest entry included
+            assert bool((alive(r.trace, at - 1).sum(-1) == BUDGET + BUFFER).all())  # the newest entry included
             assert bool((alive(r.trace, at).sum(-1) == BUDGET + 1).all())
         r.trace.validate()
 
@@ -112,9 +110,7 @@ def test_the_prompt_stays_when_asked(monkeypatch):
     for r in sample(prompts=prompts, config=cache("perverse", protect_prompt=True)):
         assert r.trace.num_events > 0
         assert bool((r.trace.events[..., : len(r.prompt_ids)] == -1).all())
-    assert any(
-        bool((r.trace.events[..., :15] >= 0).any()) for r in sample(prompts=prompts, config=cache("perverse"))
-    )
+    assert any(bool((r.trace.events[..., :15] >= 0).any()) for r in sample(prompts=prompts, config=cache("perverse")))
 
 
 @pytest.mark.parametrize("policy", ["rkv", "knorm", "h2o"])
@@ -169,7 +165,5 @@ def test_compaction_runs_after_the_whole_forward(monkeypatch):
     monkeypatch.setattr(DecodeContext, "attend", attend)
     sample(prompts=make_prompts([30]), new=6)
     assert (
-        [n for layer, (n,) in seen if layer == 0]
-        == [n for layer, (n,) in seen if layer == 1]
-        == [31, 32, 25, 26, 27]
+        [n for layer, (n,) in seen if layer == 0] == [n for layer, (n,) in seen if layer == 1] == [31, 32, 25, 26, 27]
     )

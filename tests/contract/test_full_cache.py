@@ -35,14 +35,10 @@ def test_never_firing_equals_dense(policy):
         assert a.trace.num_events == 0
 
 
-@pytest.mark.parametrize(
-    "name, window", [("llama", 8), ("gemma2", 8), ("gemma2", 40), ("gpt_oss", 8), ("mistral", 8)]
-)
+@pytest.mark.parametrize("name, window", [("llama", 8), ("gemma2", 8), ("gemma2", 40), ("gpt_oss", 8), ("mistral", 8)])
 def test_dense_equals_stock(name, window):
     lm, twin = model(name, window), stock(name, window)
-    for a, b in zip(
-        rollouts := sample(lm, config=cache("dense")), sample(lm, config=never_fires("rkv")), strict=True
-    ):
+    for a, b in zip(rollouts := sample(lm, config=cache("dense")), sample(lm, config=never_fires("rkv")), strict=True):
         assert_same_bits(a, b)
     sampled, limit = kvrl.sampler_logprobs(rollouts), bar(twin, rollouts)
     assert gap(sampled, oracle(twin, rollouts)) <= limit

@@ -8,7 +8,7 @@ import torch
 from helpers import NEW, assert_same_bits, cache, gap, make_prompts, model, replay, sample, sampling
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from kvrl.models.tiny_families import BOS
-from kvrl.rollout.engine import Engine
+from kvrl.sampler.engine import Engine
 
 POLICIES = ["rkv", "h2o", "random", "snapkv"]  # scored by group, with state, with randomness, pooled queries
 
@@ -63,9 +63,7 @@ def check_places(lm, slots: int) -> None:
 def test_mates_that_end_early_and_turns_of_mates():
     mine, mates = make_prompts([37], seed=9), make_prompts([3, 50, 20], seed=5)
     (alone,) = run(model(), mine, [77], slots=3, eos_token_ids=[])
-    engine = Engine(
-        model(), cache(), sampling(eos_token_ids=[*range(60, 97)]), num_slots=3, max_prompt_length=64
-    )
+    engine = Engine(model(), cache(), sampling(eos_token_ids=[*range(60, 97)]), num_slots=3, max_prompt_length=64)
     together = engine.run([*mates, *mine], seed=3, request_ids=[0, 1, 2, 77], on_turn=lambda r: [5, 6, 7])
     n = next((i for i, t in enumerate(alone.completion_ids) if t >= 60), NEW - 1)
     assert together[3].completion_ids[: n + 1] == alone.completion_ids[: n + 1]
@@ -74,9 +72,7 @@ def test_mates_that_end_early_and_turns_of_mates():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_group_shares_its_prefill(policy):
-    group = sample(
-        prompts=make_prompts([37, 6]), config=cache(policy), sampling_fields={"num_generations": 3}, slots=4
-    )
+    group = sample(prompts=make_prompts([37, 6]), config=cache(policy), sampling_fields={"num_generations": 3}, slots=4)
     assert [(r.prompt_index, r.sample_index) for r in group] == [(p, g) for p in (0, 1) for g in range(3)]
     assert len({tuple(r.completion_ids) for r in group}) == 6
     for p in (0, 1):
@@ -110,9 +106,7 @@ def test_a_reused_engine_remembers_nothing(policy):
 
 def test_across_slot_counts_only_near_ties_differ():
     prompts = make_prompts([37, 6, 18])
-    for a, b in zip(
-        run(model(), prompts, [0, 1, 2], slots=1), run(model(), prompts, [0, 1, 2], slots=7), strict=True
-    ):
+    for a, b in zip(run(model(), prompts, [0, 1, 2], slots=1), run(model(), prompts, [0, 1, 2], slots=7), strict=True):
         assert a.token_ids == b.token_ids
         assert gap(a.logprobs, b.logprobs) < 1e-4
 

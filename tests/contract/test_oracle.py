@@ -78,9 +78,7 @@ def test_a_lifetime_off_by_one_shows(shift, double):
     lm, rollouts = model("llama", 8, torch.float64), sample(model("llama", 8, torch.float64))
     truth = replay(lm, rollouts, backend="mask")
     shifted = [
-        dataclasses.replace(
-            r, trace=dataclasses.replace(r.trace, evicted_at_event=r.trace.evicted_at_event + shift)
-        )
+        dataclasses.replace(r, trace=dataclasses.replace(r.trace, evicted_at_event=r.trace.evicted_at_event + shift))
         for r in rollouts
     ]
     assert gap(replay(lm, shifted, backend="mask"), truth) > DENSE_MISMATCH
@@ -113,7 +111,7 @@ def test_an_ignored_keyword_shows(name, window, ignored, backend, monkeypatch):
     rollouts = sample(lm)
     right = replay(lm, rollouts, backend=backend)
     monkeypatch.setattr(Forgetful, "ignored", ignored, raising=False)
-    monkeypatch.setattr(sys.modules["kvrl.logprobs"], "ReplayContext", Forgetful)
+    monkeypatch.setattr(sys.modules["kvrl.learner"], "ReplayContext", Forgetful)
     assert gap(replay(lm, rollouts, backend=backend), right) > DENSE_MISMATCH
 
 

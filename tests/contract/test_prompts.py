@@ -20,7 +20,7 @@ from helpers import (
     stock,
 )
 from kvrl.errors import KvrlError
-from kvrl.rollout.engine import Engine
+from kvrl.sampler.engine import Engine
 
 CAPACITY = 32  # of helpers.cache: budget 24, buffer 8
 
@@ -55,9 +55,7 @@ def test_the_chunk_size_decides_nothing(policy):
 
 def engine(policy="rkv", chunk=512, new=12, name="llama", window=8, **fields) -> Engine:
     config = cache(policy, **fields)
-    return Engine(
-        model(name, window), config, sampling(new), num_slots=2, max_prompt_length=100, prefill_chunk=chunk
-    )
+    return Engine(model(name, window), config, sampling(new), num_slots=2, max_prompt_length=100, prefill_chunk=chunk)
 
 
 @pytest.mark.parametrize("policy", ["rkv", "h2o", "snapkv"])
@@ -77,9 +75,7 @@ def test_inserted_turns(name, window, policy):
         lm, make_prompts([6, 18, 42]), cache=cache(policy), sampling=config, slots=2, on_turn=on_turn
     )
     for r in rollouts:
-        inserted = [
-            t for t, sampled in zip(r.completion_ids, r.loss_mask.tolist(), strict=True) if not sampled
-        ]
+        inserted = [t for t, sampled in zip(r.completion_ids, r.loss_mask.tolist(), strict=True) if not sampled]
         assert inserted == [11, 12, 13, *range(20, 60)]
         assert r.finish_reason == "eos" and r.completion_ids[-1] in eos
         assert bool((r.logprobs[~r.loss_mask] == 0).all()) and bool((r.logprobs[r.loss_mask] < 0).all())

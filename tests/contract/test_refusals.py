@@ -63,9 +63,7 @@ MODELS = {
 @pytest.mark.parametrize("prefix", sorted(MODELS))
 def test_models_with_other_state(prefix):
     fields, message = MODELS[prefix]
-    config = getattr(transformers, f"{prefix}Config")(
-        **{k: v for k, v in {**SMALL, **fields}.items() if v is not None}
-    )
+    config = getattr(transformers, f"{prefix}Config")(**{k: v for k, v in {**SMALL, **fields}.items() if v is not None})
     lm = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with pytest.raises(KvrlError, match=message):
         probe(prepare(lm))
@@ -124,10 +122,7 @@ def test_cache_sections(fields, message):
 def test_the_smallest_budget_runs():
     make_policy(cache(budget=12, window=8))
     assert (
-        sample(prompts=make_prompts([20]), config=cache(budget=12, window=8, buffer=1), new=5)[
-            0
-        ].trace.num_events
-        == 12
+        sample(prompts=make_prompts([20]), config=cache(budget=12, window=8, buffer=1), new=5)[0].trace.num_events == 12
     )
 
 

@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvrl.cache.trace import KVTrace
-from kvrl.rollout.types import Rollout
+from kvrl.sampler.types import Rollout
+from kvrl.train import run as runs
 from kvrl.train import trainer
 from kvrl.train.batch import Batch
 from kvrl.train.config import Config
@@ -53,7 +54,7 @@ def test_twenty_learner_steps_follow_the_reference(tmp_path, monkeypatch, backen
         model.load_state_dict(load_file(HERE / "model.safetensors"))
         return model, None
 
-    monkeypatch.setattr(trainer, "load_policy", load)
+    monkeypatch.setattr(runs, "load_policy", load)
     config = Config(
         output_dir=str(tmp_path),
         task={"name": "recurrence"},
@@ -63,7 +64,7 @@ def test_twenty_learner_steps_follow_the_reference(tmp_path, monkeypatch, backen
         train={"max_steps": 20, "prompts_per_step": 2, "learning_rate": 2e-3, "micro_batch_tokens": 70},
         replay={"backend": backend, "logprob_chunk": 16},
     )
-    run, _ = trainer.build(config, lambda text: None)
+    run, _ = runs.build(config, lambda text: None)
     steps = [trainer.update(run, batch, i + 1) for i, batch in enumerate(committed_batches(config))]
     reference = json.loads((HERE / "reference.json").read_text())
     assert [s["loss"] for s in steps] == pytest.approx(reference["losses"], rel=1e-3, abs=1e-5)

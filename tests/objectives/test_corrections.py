@@ -70,9 +70,7 @@ def test_reject_by_hand() -> None:
 def test_normalize_by_hand() -> None:
     # Token weights 2, 0.5, 1, 0.25, 0.5: mean 0.85.
     result = correct(level="token", action="truncate", bounds=(None, 2.0), normalize=True)
-    torch.testing.assert_close(
-        result.weights, torch.tensor([[2.0, 0.5, 1.0], [0.25, 0.5, 0.0]]) / torch.tensor(0.85)
-    )
+    torch.testing.assert_close(result.weights, torch.tensor([[2.0, 0.5, 1.0], [0.25, 0.5, 0.0]]) / torch.tensor(0.85))
     # Masked tokens leave the mean: 0.5, 1, 0.5.
     result = correct(level="token", action="mask", bounds=(0.5, 2.0), normalize=True)
     expect(result.weights, [[0.0, 0.75, 1.5], [0.0, 0.75, 0.0]])
@@ -111,9 +109,7 @@ def test_metrics_are_raw_and_say_what_was_done() -> None:
 def test_huge_ratios_stay_finite(level: str, action: str, nats: float) -> None:
     log_ratio = torch.tensor([[nats, nats], [0.0, 0.0]])
     mask = torch.ones(2, 2, dtype=torch.bool)
-    result = correction(
-        log_ratio, mask, level=level, action=action, bounds=(0.5, 2.0), normalize=action != "reject"
-    )
+    result = correction(log_ratio, mask, level=level, action=action, bounds=(0.5, 2.0), normalize=action != "reject")
     assert result.weights.isfinite().all() and (result.weights >= 0).all()
     assert all(math.isfinite(value) for value in result.metrics.values())
 
@@ -147,9 +143,7 @@ def test_sequences_without_active_tokens_are_neither_counted_nor_rejected() -> N
 
 def test_weights_carry_no_gradient() -> None:
     log_ratio = RATIOS.log().requires_grad_()
-    assert not correction(
-        log_ratio, MASK, level="token", action="truncate", bounds=(None, 2.0)
-    ).weights.requires_grad
+    assert not correction(log_ratio, MASK, level="token", action="truncate", bounds=(None, 2.0)).weights.requires_grad
 
 
 def test_config_defaults_to_token_tis_at_two() -> None:

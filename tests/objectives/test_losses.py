@@ -156,9 +156,7 @@ def test_any_cut_gives_the_same_loss_gradient_and_metrics(loss_type: str, cut: l
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_masked_sequences_and_padding_change_nothing(loss_type: str) -> None:
     logps = OLD + RATIOS.log()
-    alone, _ = loss_of(
-        logps[:2], old_logps=OLD[:2], advantages=ADVANTAGES[:2], mask=MASK[:2], loss_type=loss_type
-    )
+    alone, _ = loss_of(logps[:2], old_logps=OLD[:2], advantages=ADVANTAGES[:2], mask=MASK[:2], loss_type=loss_type)
     with_masked, _ = loss_of(logps, loss_type=loss_type)
     assert with_masked.item() == pytest.approx(alone.item(), rel=1e-12)
 

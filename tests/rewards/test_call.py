@@ -70,9 +70,7 @@ def test_a_value_that_is_no_finite_number(value: Any, weights: list[float] | Non
     def odd(completions: list[str], **kwargs: Any) -> list[Any]:
         return [1.0, value, 2.0]
 
-    with pytest.raises(
-        KvrlError, match=r"reward_funcs\.odd: returned .* for sample 1 \(prompt 'p1'\)"
-    ) as stopped:
+    with pytest.raises(KvrlError, match=r"reward_funcs\.odd: returned .* for sample 1 \(prompt 'p1'\)") as stopped:
         run(odd, weights=weights)
     assert "\n" not in str(stopped.value)
     scores = run(odd, on_error="drop")
@@ -101,9 +99,7 @@ def test_an_exception_of_the_whole_batch() -> None:
             raise RuntimeError("two\nlines")
         return [1.0]
 
-    with pytest.raises(
-        KvrlError, match="alone: raised RuntimeError: two lines on a batch of 3, but on no single"
-    ):
+    with pytest.raises(KvrlError, match="alone: raised RuntimeError: two lines on a batch of 3, but on no single"):
         run(alone)
     scores = run(alone, on_error="drop")
     same(scores.rewards, [NAN, NAN, NAN])

@@ -163,9 +163,7 @@ def test_mistakes_in_demonstrations():
 
 def test_data_set_without_traces():
     pytest.importorskip("reasoning_gym")
-    with pytest.raises(
-        KvrlError, match="warm_start: data set gcd has no worked traces .*leave warm_start out"
-    ):
+    with pytest.raises(KvrlError, match="warm_start: data set gcd has no worked traces .*leave warm_start out"):
         ReasoningGym(dataset="gcd").demonstrations(1, 0)
 
 

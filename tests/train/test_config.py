@@ -117,8 +117,7 @@ def test_parity_tolerances_depend_on_the_dtype_unless_given():
         ("train: {adam_beta2: 1.0}", "train.adam_beta2: 1.0 is not below 1; set it below 1"),
         (
             "grpo: {loss_type: ppo}",
-            "grpo.loss_type: ppo is not one of 'grpo', 'dr_grpo', 'dapo', 'gspo' or 'cispo'; "
-            "choose one of them",
+            "grpo.loss_type: ppo is not one of 'grpo', 'dr_grpo', 'dapo', 'gspo' or 'cispo'; choose one of them",
         ),
         ("grpo: {epsilom: 0.1}", "grpo.epsilom: is not a known field; did you mean grpo.epsilon?"),
         ("learning_rate: 1", "learning_rate: is not a known field; did you mean train.learning_rate?"),
@@ -151,8 +150,7 @@ def test_parity_tolerances_depend_on_the_dtype_unless_given():
         ),
         (
             "grpo: {num_minibatches: 9}",
-            "grpo.num_minibatches: 9 is above train.prompts_per_step (8); "
-            "lower it or raise train.prompts_per_step",
+            "grpo.num_minibatches: 9 is above train.prompts_per_step (8); lower it or raise train.prompts_per_step",
         ),
         (
             "train: {max_steps: 5, warmup_steps: 10}\ngrpo: {num_iterations: 2}",
@@ -160,8 +158,7 @@ def test_parity_tolerances_depend_on_the_dtype_unless_given():
         ),
         (
             "checkpoint: {resume: no/such/folder}",
-            "checkpoint.resume: no/such/folder is not a folder; give a checkpoint folder or `latest`, "
-            "or leave it out",
+            "checkpoint.resume: no/such/folder is not a folder; give a checkpoint folder or `latest`, or leave it out",
         ),
     ],
 )
@@ -182,9 +179,7 @@ def test_policies_and_budgets_are_checked_when_the_file_is_read(tmp_path):
     assert load(tmp_path, cache + "eval: {budgets: [full, 10]}").eval_budgets == ["full", 10]
     message = refusal(tmp_path, cache + "eval: {budgets: [full, 9]}")
     assert message.startswith("eval.budgets: 9 is refused: cache.budget: 9 is below the 10 entries")
-    assert refusal(tmp_path, "cache: {budget: 9, window: 8, sinks: 2}").startswith(
-        "cache.budget: 9 is below the 10"
-    )
+    assert refusal(tmp_path, "cache: {budget: 9, window: 8, sinks: 2}").startswith("cache.budget: 9 is below the 10")
 
 
 def test_flex_needs_cuda(tmp_path, monkeypatch):
@@ -206,9 +201,7 @@ def test_files_that_are_not_a_configuration(tmp_path):
     with pytest.raises(KvrlError, match="cannot be read .Is a directory."):
         load_config(tmp_path)
     assert "config.yaml: holds a list, not a mapping" in refusal(tmp_path, "- 1\n- 2\n")
-    assert "config.yaml: is not valid YAML: line 3, column 1" in refusal(
-        tmp_path, "seed: 1\ngrpo: {beta: 1\n"
-    )
+    assert "config.yaml: is not valid YAML: line 3, column 1" in refusal(tmp_path, "seed: 1\ngrpo: {beta: 1\n")
     assert "line 2, column 1 repeated key seed" in refusal(tmp_path, "seed: 1\nseed: 2\n")
     (tmp_path / "binary.yaml").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(KvrlError, match="binary.yaml: is not UTF-8 text"):
@@ -216,8 +209,5 @@ def test_files_that_are_not_a_configuration(tmp_path):
 
 
 def test_a_flag_below_a_field_that_has_no_fields(tmp_path):
-    assert (
-        refusal(tmp_path, "seed: 3", ("seed.x", "1"))
-        == "--seed.x: seed is 3 and has no fields; set seed itself"
-    )
+    assert refusal(tmp_path, "seed: 3", ("seed.x", "1")) == "--seed.x: seed is 3 and has no fields; set seed itself"
     assert "--seed: is not valid YAML" in refusal(tmp_path, "", ("seed", "[1"))

@@ -13,7 +13,8 @@ from kvrl.train import trainer
 from kvrl.train.batch import Batch, micro_batches, minibatches
 from kvrl.train.config import Config
 from kvrl.train.diagnostics import ParityError, repetition_rate
-from kvrl.train.trainer import build, collect, guard, train, update
+from kvrl.train.run import build
+from kvrl.train.trainer import collect, guard, train, update
 
 TASK = {"name": "recurrence", "params": {"min_steps": 3, "max_steps": 4}}
 
@@ -127,6 +128,19 @@ def test_a_resumed_run_continues_with_the_same_losses(tmp_path, monkeypatch, dty
             assert again[record["step"]][name] == pytest.approx(record[name], rel=1e-6, abs=1e-9), name
 
 
+def test_another_run_is_never_written_over_unasked(tmp_path, monkeypatch):
+    train(make_config(tmp_path, warm_start=None, train={"max_steps": 1}, checkpoint={"every": 1}))
+    before = (tmp_path / "metrics.jsonl").read_text()
+    with pytest.raises(KvrlError, match="output_dir: .* holds another run"):
+        train(make_config(tmp_path, warm_start=None, train={"max_steps": 1}))
+    broken = make_config(tmp_path, model={"path": "nowhere"}, overwrite_output_dir=True)
+    with pytest.raises(KvrlError, match="nowhere"):
+        train(broken)
+    assert (tmp_path / "metrics.jsonl").read_text() == before  # refused before anything was removed
+    train(make_config(tmp_path, warm_start=None, train={"max_steps": 2}, overwrite_output_dir=True))
+    assert [m["step"] for m in metrics_of(tmp_path)] == [1, 2] and not (tmp_path / "checkpoints").exists()
+
+
 def test_resume_without_a_checkpoint_says_so(tmp_path):
     with pytest.raises(KvrlError, match=r"checkpoint.resume: latest, but .* has none"):
         build(make_config(tmp_path, checkpoint={"resume": "latest"}), lambda text: None)
@@ -227,7 +241,8 @@ def test_dynamic_sampling_replaces_groups_without_signal(tmp_path, monkeypatch):
 
 
 def test_a_step_without_any_reward_is_skipped_and_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.reward", lambda self, completions, **c: [None] * len(completions))
+    none = lambda self, completions, **columns: [None] * len(completions)  # noqa: E731
+    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.reward", none)
     run, _ = build(make_config(tmp_path, warm_start=None), lambda text: None)
     before = [p.detach().clone() for p in run.model.parameters()]
     batch, _ = collect(run)
@@ -258,9 +273,7 @@ def test_minibatches_hold_whole_groups_and_every_sample_once():
     parts = list(minibatches(24, 3, 4, seed=5))
     assert sorted(i for part in parts for i in part) == list(range(24))
     for part in parts:
-        assert [part[i : i + 4] for i in range(0, len(part), 4)] == [
-            list(range(g, g + 4)) for g in part[::4]
-        ]
+        assert [part[i : i + 4] for i in range(0, len(part), 4)] == [list(range(g, g + 4)) for g in part[::4]]
     assert list(minibatches(8, 1, 4, seed=0)) == [list(range(8))]
 
 

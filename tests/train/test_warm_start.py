@@ -65,9 +65,7 @@ def test_its_own_seed_goes_before_the_runs():
     def tokens(settings: WarmStart, seed: int) -> list[tuple[float, float]]:
         losses = []
         model = build_tiny_model(TOKENIZER, seed=0)
-        warm_start(
-            model, TOKENIZER, TASK, settings, seed, on_step=lambda _, values: losses.append(values["loss"])
-        )
+        warm_start(model, TOKENIZER, TASK, settings, seed, on_step=lambda _, values: losses.append(values["loss"]))
         return losses
 
     own = WarmStart(steps=2, batch_size=4, seed=9)

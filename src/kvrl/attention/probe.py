@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,9 +40,14 @@ class _Recorder:
         return attend(call.q, call.k, call.v, None, **call.kernel())
 
 
-def text_config(model: nn.Module):
+def causal_lm(model: Any) -> Any:
+    """The transformers causal LM inside a PEFT model, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def text_config(model: Any) -> Any:
     """The config of the text decoder."""
-    return model.config.get_text_config()  # type: ignore[union-attr, operator]
+    return model.config.get_text_config()
 
 
 def prepare(model: nn.Module) -> nn.Module:
@@ -53,8 +59,7 @@ def prepare(model: nn.Module) -> nn.Module:
     _refuse(model, config)
     if config._attn_implementation != seam.NAME:
         seam.register()
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        base.set_attn_implementation(seam.NAME)  # type: ignore[operator, union-attr]
+        causal_lm(model).set_attn_implementation(seam.NAME)
     return model
 
 

@@ -88,7 +88,7 @@ class Compactor:
         """Scores of some managed layers, [layers, g, H, n]."""
         s = self.slots
         k = s.k[layers][:, rows]  # [l, g, H, n, D]
-        l, g = k.shape[:2]
+        shape = k.shape[:2]  # [l, g]
         layer_ids = torch.arange(len(s.managed), device=rows.device)[layers]
         queries = None
         if w := s.queries.shape[3]:
@@ -108,7 +108,7 @@ class Compactor:
             softcap=s.spec.softcap,
             in_prompt=in_prompt,
         )
-        return self.policy.score(entries).view(l, g, s.spec.kv_heads, -1)
+        return self.policy.score(entries).view(*shape, s.spec.kv_heads, -1)
 
     def _expired(self, position: Tensor, tokens: Tensor) -> Tensor:
         """Entries that the layer's own sliding window no longer shows to the next query: they go first."""
@@ -122,9 +122,9 @@ class Compactor:
         layers, _, heads = position.shape[:3]
         layer = torch.arange(layers, device=rows.device)[:, None, None, None]
         head = torch.arange(heads, device=rows.device)[None, None, :, None]
-        self.slots.events[layer, rows[None, :, None, None], head, position.long()] = event.to(
-            self.slots.events.dtype
-        )[None, :, None, None]
+        self.slots.events[layer, rows[None, :, None, None], head, position.long()] = event.to(self.slots.events.dtype)[
+            None, :, None, None
+        ]
 
     def _move(self, rows: Tensor, position: Tensor, kept: Tensor) -> None:
         """Move the kept entries [layers, g, H, budget] to the front, one layer after the other."""

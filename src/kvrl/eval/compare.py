@@ -29,7 +29,7 @@ def run_compare(args: argparse.Namespace) -> None:
     if base.warm_start is not None:
         for seed in sorted({config.seed for config in configs}):
             if not (start_folder(root, seed) / "config.json").is_file():
-                from kvrl.train.trainer import make_start
+                from kvrl.train.run import make_start
 
                 make_start(base.model_copy(update={"seed": seed}), start_folder(root, seed), say.print)
     for config in configs:
@@ -61,7 +61,8 @@ def plan(args: argparse.Namespace) -> list[Config]:
     out = []
     for seed in range(args.first_seed, args.first_seed + args.seeds):  # seeds first: a cut comparison is balanced
         for method in args.methods:
-            own = [("method", method), ("seed", str(seed)), ("output_dir", str(root / method / f"seed-{seed}"))]
+            own = [("method", method), ("seed", str(seed)), ("output_dir", str(root / method / f"seed-{seed}")),
+                   ("overwrite_output_dir", "true")]  # fmt: skip
             if base.warm_start is not None:
                 own += [("model.path", str(start_folder(root, seed))), ("warm_start", "null")]
             out.append(load_config(args.config, [*args.overrides, *own]))

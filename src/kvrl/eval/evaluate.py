@@ -16,8 +16,8 @@ from torch import nn
 from kvrl.cache.config import CacheConfig
 from kvrl.errors import KvrlError
 from kvrl.rewards.call import score
-from kvrl.rollout.config import SamplingConfig
-from kvrl.rollout.engine import Engine
+from kvrl.sampler.config import SamplingConfig
+from kvrl.sampler.engine import Engine
 from kvrl.tasks import Task, encode_prompt, get_task
 from kvrl.train.data import columns_of
 

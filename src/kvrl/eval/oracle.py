@@ -29,9 +29,7 @@ def oracle_logits(model: Any, token_ids: list[int], evicted_at: Tensor | None = 
     held: list[Tensor] = [torch.empty(0)] * layers  # positions in the cache, [kv_heads, n]
     now = 0
 
-    def see_what_is_held(
-        module: nn.Module, args: tuple, kwargs: dict[str, Any]
-    ) -> tuple[tuple, dict[str, Any]]:
+    def see_what_is_held(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """The stock mask counts cache slots; after a deletion only positions tell what a window shows."""
         position, window = held[module.layer_idx], windows[module.layer_idx]  # type: ignore[index]
         mask = None
@@ -92,9 +90,7 @@ def oracle_logprobs(
 
 
 @torch.no_grad()
-def full_forward_logprobs(
-    model: Any, token_ids: list[int], prompt_length: int, *, temperature: float = 1.0
-) -> Tensor:
+def full_forward_logprobs(model: Any, token_ids: list[int], prompt_length: int, *, temperature: float = 1.0) -> Tensor:
     """The same from one ordinary forward over the whole sequence without a cache, [T - prompt_length]."""
     training = model.training
     model.eval()
@@ -109,9 +105,7 @@ def incremental_error(model: Any, token_ids: list[int], prompt_length: int) -> f
     return (incremental - full_forward_logprobs(model, token_ids, prompt_length)).abs().max().item()
 
 
-def completion_logprobs(
-    logits: Tensor, token_ids: list[int], prompt_length: int, temperature: float = 1.0
-) -> Tensor:
+def completion_logprobs(logits: Tensor, token_ids: list[int], prompt_length: int, temperature: float = 1.0) -> Tensor:
     """Log-probs of token_ids[prompt_length:] from logits [T, V], fp32 (float64 stays)."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
     target = torch.tensor(token_ids[prompt_length:], device=logits.device)

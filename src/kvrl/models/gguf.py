@@ -41,9 +41,7 @@ def read_gguf(path: Path) -> tuple[LlamaForCausalLM, Tokenizer]:
         return reader.fields[key].contents()
 
     if field("general.architecture") != "llama" or field("tokenizer.ggml.model") != "gpt2":
-        raise KvrlError(
-            f"model: {path.name} is no Llama model with a byte-level BPE tokenizer; use another file"
-        )
+        raise KvrlError(f"model: {path.name} is no Llama model with a byte-level BPE tokenizer; use another file")
     config = LlamaConfig(
         vocab_size=len(field("tokenizer.ggml.tokens")),
         hidden_size=field("llama.embedding_length"),
@@ -67,9 +65,7 @@ def read_gguf(path: Path) -> tuple[LlamaForCausalLM, Tokenizer]:
         weights[_hf_name(tensor.name)] = weight.to(torch.bfloat16)
     if config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
-    model = AutoModelForCausalLM.from_config(
-        config, dtype=torch.bfloat16
-    )  # .to() would round the rotary table
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # .to() would round the rotary table
     model.load_state_dict(weights)
     types = zip(field("tokenizer.ggml.tokens"), field("tokenizer.ggml.token_type"), strict=True)
     control = [token for token, kind in types if kind == 3]

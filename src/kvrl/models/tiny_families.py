@@ -130,9 +130,7 @@ def _fill(model: PreTrainedModel, seed: int) -> None:
 
 def _plant_sink(model: PreTrainedModel) -> None:
     """Let every query favour BOS, in a dimension that RoPE hardly turns and from two reserved channels."""
-    spread = (
-        1.0 / math.sqrt(HIDDEN) if model.config.model_type.startswith("gemma") else 1.0
-    )  # gemma multiplies it back
+    spread = 1.0 / math.sqrt(HIDDEN) if model.config.model_type.startswith("gemma") else 1.0  # gemma multiplies it back
     embedding = model.get_input_embeddings().weight
     if not model.config.tie_word_embeddings:
         embedding.mul_(5.0 * spread)

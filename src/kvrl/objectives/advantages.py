@@ -43,9 +43,7 @@ class Advantages:
         }
 
 
-def group_advantages(
-    rewards: Tensor, groups: int | Tensor, scale_rewards: ScaleRewards = "group"
-) -> Advantages:
+def group_advantages(rewards: Tensor, groups: int | Tensor, scale_rewards: ScaleRewards = "group") -> Advantages:
     """Reward minus the mean of its group, divided by a standard deviation (arXiv 2402.03300, section 4.1.2).
 
     rewards: [N] float, NaN = missing (a None reward): the sample leaves its group, whose statistics are

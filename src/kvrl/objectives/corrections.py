@@ -135,9 +135,7 @@ def check_correction(level: str, action: str, bounds: Bounds, normalize: bool) -
                 f"correction.bounds: {bound} is no positive finite ratio; use null for no bound on that side"
             )
     if low is not None and high is not None and low > high:
-        raise KvrlError(
-            f"correction.bounds: the lower bound {low} is above the upper bound {high}; swap them"
-        )
+        raise KvrlError(f"correction.bounds: the lower bound {low} is above the upper bound {high}; swap them")
     if low is None and high is None:
         raise KvrlError("correction.bounds: both are null, so nothing would be corrected; give at least one")
     if action in ("truncate", "mask") and high is None:
@@ -146,9 +144,7 @@ def check_correction(level: str, action: str, bounds: Bounds, normalize: bool) -
             "give the second value, such as 2.0"
         )
     if action == "reject" and normalize:
-        raise KvrlError(
-            "correction.normalize: true has no effect with action reject, whose weights are 1; use false"
-        )
+        raise KvrlError("correction.normalize: true has no effect with action reject, whose weights are 1; use false")
 
 
 def _at_level(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Tensor]:

@@ -161,9 +161,7 @@ def _denominator(loss_type: LossType, lengths: Tensor, normaliser: LossNormalise
         case "dapo" | "cispo":
             return torch.full_like(lengths, tokens)
         case _:
-            raise KvrlError(
-                f"loss_type: {loss_type!r} is unknown; use one of grpo, dr_grpo, dapo, gspo, cispo"
-            )
+            raise KvrlError(f"loss_type: {loss_type!r} is unknown; use one of grpo, dr_grpo, dapo, gspo, cispo")
 
 
 def _total(name: str, values: Tensor, where: Tensor) -> Metrics:

@@ -53,9 +53,7 @@ def get_task(name: str, **params: Any) -> Task:
     known = inspect.signature(kind).parameters
     for param in params:
         if param not in known:
-            raise KvrlError(
-                f"task.params.{param}: task {name} has no such parameter; it has {', '.join(known)}"
-            )
+            raise KvrlError(f"task.params.{param}: task {name} has no such parameter; it has {', '.join(known)}")
     required = [key for key, value in known.items() if value.default is inspect.Parameter.empty]
     for param in required:
         if param not in params:

@@ -39,9 +39,7 @@ class JsonLines(BaseModel):
 
     def reward(self, completions: list[str], answer: list, **_: list) -> list[float | None]:
         """1 for a completion that is the answer, surrounding space aside, else 0."""
-        return [
-            float(text.strip() == str(right).strip()) for text, right in zip(completions, answer, strict=True)
-        ]
+        return [float(text.strip() == str(right).strip()) for text, right in zip(completions, answer, strict=True)]
 
     def demonstrations(self, n: int, seed: int) -> list[tuple[Prompt, str]]:
         """None: a file has answers, not worked solutions."""
@@ -54,9 +52,7 @@ class JsonLines(BaseModel):
             return {"train": rows, "eval": _load(self.eval_path, "task.params.eval_path")}
         held_out = max(1, round(len(rows) * self.eval_share))
         if held_out >= len(rows):
-            raise KvrlError(
-                f"task.params.path: {self.path} has {len(rows)} rows, too few for two splits; add rows"
-            )
+            raise KvrlError(f"task.params.path: {self.path} has {len(rows)} rows, too few for two splits; add rows")
         return {"train": rows[:-held_out], "eval": rows[-held_out:]}
 
 
@@ -70,9 +66,7 @@ def _load(path: str, field: str) -> list[dict[str, Any]]:
         else:
             data = load_dataset(path, split="train")
     except (OSError, ValueError, ConnectionError) as error:
-        raise KvrlError(
-            f"{field}: {path} cannot be loaded ({error}); give a .jsonl file or a hub name"
-        ) from None
+        raise KvrlError(f"{field}: {path} cannot be loaded ({error}); give a .jsonl file or a hub name") from None
     for column in ("prompt", "answer"):
         if column not in data.column_names:
             has = ", ".join(data.column_names)

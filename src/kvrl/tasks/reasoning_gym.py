@@ -164,9 +164,7 @@ def extract_answer(completion: str, answer_format: AnswerFormat) -> str | None:
 
 def format_answer(answer: str, answer_format: AnswerFormat) -> str:
     """The line that `extract_answer` reads back."""
-    return {"marker": f"Answer: {answer}", "tags": f"<answer>{answer}</answer>", "last_line": answer}[
-        answer_format
-    ]
+    return {"marker": f"Answer: {answer}", "tags": f"<answer>{answer}</answer>", "last_line": answer}[answer_format]
 
 
 def trace_chain_sum(entry: dict[str, Any], mistake_rate: float, rng: random.Random) -> tuple[str, str]:

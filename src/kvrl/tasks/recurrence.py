@@ -77,19 +77,11 @@ class Recurrence(BaseModel):
         chosen: list[Problem] = []
         while len(chosen) < n:
             chosen += rng.sample(problems, len(problems))
-        return [
-            {"prompt": _prompt(problem), "n": problem[0], "answer": values(problem)[-1]}
-            for problem in chosen[:n]
-        ]
+        return [{"prompt": _prompt(problem), "n": problem[0], "answer": values(problem)[-1]} for problem in chosen[:n]]
 
-    def reward(
-        self, completions: list[str], n: list[int], answer: list[int], **_: list
-    ) -> list[float | None]:
+    def reward(self, completions: list[str], n: list[int], answer: list[int], **_: list) -> list[float | None]:
         """1 for a completion that ends with step `#N ... = answer`, else 0."""
-        return [
-            float(_ends_with(text, last, right))
-            for text, last, right in zip(completions, n, answer, strict=True)
-        ]
+        return [float(_ends_with(text, last, right)) for text, last, right in zip(completions, n, answer, strict=True)]
 
     def demonstrations(self, n: int, seed: int) -> list[tuple[str, str]]:
         """`n` worked problems of 1 to max_steps steps, drawn with replacement, with `mistake_rate` wrong digits."""

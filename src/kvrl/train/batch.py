@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvrl.logprobs import completion_mask
+from kvrl.learner import completion_mask
 from kvrl.objectives.advantages import Advantages, group_advantages, overlong_penalty
-from kvrl.rollout.types import Rollout
+from kvrl.sampler.types import Rollout
 from kvrl.train.config import Config
 
 

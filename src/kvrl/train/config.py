@@ -17,7 +17,7 @@ from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
 from kvrl.objectives.corrections import CorrectionConfig
-from kvrl.rollout.config import SamplingConfig
+from kvrl.sampler.config import SamplingConfig
 
 Method = Literal["dense", "naive", "corrected", "shadow_mask"]
 DType = Literal["float32", "bfloat16"]
@@ -211,6 +211,8 @@ class Config(Section):
     """The reinforcement learning algorithm."""
     output_dir: str = "runs/default"
     """Where metrics, checkpoints, table and plot go."""
+    overwrite_output_dir: bool = False
+    """Start anew in a folder that holds another run; without it such a folder is refused."""
     seed: int = Field(0, ge=0)
     """Seed of the model's random start, the data order and the sampler's random streams."""
     model: ModelSettings = ModelSettings()
@@ -343,8 +345,7 @@ class Config(Section):
         resume = self.checkpoint.resume
         if resume not in (None, "latest") and not Path(resume).is_dir():
             raise KvrlError(
-                f"checkpoint.resume: {resume} is not a folder; give a checkpoint folder or `latest`, "
-                "or leave it out"
+                f"checkpoint.resume: {resume} is not a folder; give a checkpoint folder or `latest`, or leave it out"
             )
         return self
 

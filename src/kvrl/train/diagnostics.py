@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from kvrl.errors import KvrlError
-from kvrl.logprobs import Scorer, completion_mask, sampler_logprobs
-from kvrl.rollout.routing import RoutingRecorder, flipped
-from kvrl.rollout.types import Rollout
+from kvrl.learner import Scorer, completion_mask, sampler_logprobs
+from kvrl.sampler.routing import RoutingRecorder, flipped
+from kvrl.sampler.types import Rollout
 
 
 class ParityError(KvrlError):

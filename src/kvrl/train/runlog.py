@@ -10,6 +10,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
 from kvrl.eval.evaluate import Evaluation, evaluation_table
 
 COLUMNS = (
@@ -28,8 +29,8 @@ COLUMNS = (
 class RunLog:
     """Progress bar and log of one run; metrics go to `metrics.jsonl`, one JSON object a line."""
 
-    def __init__(self, output_dir: Path, total: int) -> None:
-        self.console = Console(highlight=False)
+    def __init__(self, output_dir: Path, total: int, console: Console) -> None:
+        self.console = console
         self.file = (output_dir / "metrics.jsonl").open("a")
         self.bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),

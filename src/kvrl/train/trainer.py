@@ -2,48 +2,31 @@
 
 from __future__ import annotations
 
+import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from rich.console import Console
+from torch import Tensor
 
 from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import Evaluation, evaluate
-from kvrl.logprobs import Scorer, sampler_logprobs
+from kvrl.learner import Scorer, sampler_logprobs
 from kvrl.objectives.losses import LossNormaliser, mean_metrics, merge_metrics, policy_loss
 from kvrl.rewards.call import score
-from kvrl.rollout.engine import rollout
-from kvrl.rollout.types import Rollout
-from kvrl.tasks import Task, get_task
+from kvrl.sampler.engine import rollout
+from kvrl.sampler.types import Rollout
 from kvrl.train.batch import Batch, Cut, micro_batches, minibatches
-from kvrl.train.checkpoint import find_checkpoint, load_state, load_training, save_checkpoint, save_model
+from kvrl.train.checkpoint import save_checkpoint, save_model
 from kvrl.train.config import Config
-from kvrl.train.data import PromptStream, columns_of
+from kvrl.train.data import columns_of
 from kvrl.train.diagnostics import check_parity, dense_mismatch, parity, repetition_rate
-from kvrl.train.optimizer import make_optimizer, make_scheduler, optimized
+from kvrl.train.optimizer import optimized
+from kvrl.train.run import Run, build
 from kvrl.train.runlog import RunLog
-from kvrl.train.setup import Reference, load_policy
-
-
-@dataclass
-class Run:
-    """Everything that a step needs. `model` samples and learns; `scorer` is its wrapped form."""
-
-    config: Config
-    accelerator: Accelerator
-    task: Task
-    tokenizer: Any
-    model: nn.Module
-    scorer: Any
-    reference: Reference | None
-    optimizer: Any
-    scheduler: Any
-    prompts: PromptStream
-    skipped: int = 0
 
 
 def train_step(run: Run, step: int) -> dict[str, float]:
@@ -129,8 +112,8 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
 
     if norms:
         metrics |= mean_metrics(merge_metrics(parts)) | {
-            "loss": float(sum(losses)) / len(norms),  # type: ignore[arg-type]
-            "grad_norm": float(sum(norms)) / len(norms),  # type: ignore[arg-type]
+            "loss": float(sum(losses)) / len(norms),
+            "grad_norm": float(sum(norms)) / len(norms),
             "entropy": float(torch.cat(entropies).mean()),
         }
     return metrics | {"learning_rate": run.scheduler.get_last_lr()[0], "updates_skipped": float(run.skipped)}
@@ -146,8 +129,7 @@ def collect(run: Run) -> tuple[Batch, dict[str, float]]:
     kept_rewards: list[Tensor] = []
     every: list[Tensor] = []
     metrics: dict[str, float] = {}
-    spent = 0
-    for spent in range(1, rounds + 1):
+    for _ in range(rounds):
         rollouts, rewards, metrics = sample(run, wanted)
         every.append(rewards)
         signal = Batch.build(rollouts, rewards, config).advantages.signal.view(-1, size).any(dim=-1)
@@ -162,7 +144,7 @@ def collect(run: Run) -> tuple[Batch, dict[str, float]]:
     batch = Batch.build(kept_rollouts[: wanted * size], torch.cat(kept_rewards)[: wanted * size], config)
     metrics |= batch.metrics() | {
         "reward": float(torch.cat(every).nanmean()),  # of all that was sampled: dynamic sampling must not flatter it
-        "sampling_rounds": float(spent),
+        "sampling_rounds": float(len(every)),
         "prompts_dropped": float(run.prompts.dropped),
         "position": float(run.prompts.position),
     }
@@ -187,13 +169,18 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float
     columns = columns_of([row.row for row in rows for _ in range(config.grpo.num_generations)])
     scores = score([run.task.reward], None, texts, columns, on_error=config.reward.on_error)
     stats = rollouts[0].stats
-    return rollouts, scores.rewards, scores.metrics() | {
-        "tokens_per_second": stats["tokens_per_second"],
-        "kv_bytes": stats["kv_bytes"],
-        "scratch_bytes": stats["scratch_bytes"],
-        "kv_bytes_share": stats["kv_bytes"] / stats["dense_kv_bytes"],
-        "trace_bytes": float(sum(r.trace.nbytes for r in rollouts)),
-    }
+    return (
+        rollouts,
+        scores.rewards,
+        scores.metrics()
+        | {
+            "tokens_per_second": stats["tokens_per_second"],
+            "kv_bytes": stats["kv_bytes"],
+            "scratch_bytes": stats["scratch_bytes"],
+            "kv_bytes_share": stats["kv_bytes"] / stats["dense_kv_bytes"],
+            "trace_bytes": float(sum(r.trace.nbytes for r in rollouts)),
+        },
+    )
 
 
 @torch.no_grad()
@@ -215,95 +202,21 @@ def evaluate_now(run: Run) -> list[Evaluation]:
     )  # fmt: skip
 
 
-def build(config: Config, log: Any = print) -> tuple[Run, int]:
-    """Load or resume everything; returns the run and the steps already done."""
-    if config.train.num_threads is not None:
-        torch.set_num_threads(config.train.num_threads)
-    output_dir = Path(config.output_dir)
-    resumed = find_checkpoint(output_dir, config.checkpoint.resume)
-    torch.manual_seed(config.seed)
-    accelerator = Accelerator()
-    task = get_task(config.task.name, **config.task.params)
-    model, tokenizer = load_policy(config, task, resumed / "model" if resumed else None)
-    model.to(accelerator.device)  # type: ignore[arg-type]
-    if config.warm_start is not None and resumed is None:
-        supervise(config, model, tokenizer, task, log)
-    reference = None
-    if config.grpo.beta > 0:
-        reference = Reference(starting_model(config, model, output_dir, resumed is not None), lora=config.lora is not None)
-    scorer = Scorer(model, backend=config.replay.backend, chunk=config.replay.logprob_chunk).train()
-    optimizer = make_optimizer(model, config.train)
-    updates = config.train.max_steps * config.grpo.num_iterations * config.grpo.num_minibatches
-    scheduler = make_scheduler(optimizer, config.train, updates)
-    scorer, optimizer, scheduler = accelerator.prepare(scorer, optimizer, scheduler)
-    prompts = PromptStream(
-        task, tokenizer, seed=config.seed, block=config.train.prompts_per_step * config.train.max_steps,
-        cache=config.rollout_cache, on_small_budget=config.rollout.on_small_budget,
-    )  # fmt: skip
-    run = Run(config, accelerator, task, tokenizer, model, scorer, reference, optimizer, scheduler, prompts)
-    if resumed is None:
-        return run, 0
-    state = load_state(resumed)
-    load_training(resumed, optimizer, scheduler)
-    prompts.position, prompts.dropped, run.skipped = state["position"], state["dropped"], state["skipped"]
-    return run, state["step"]
-
-
-def supervise(config: Config, model: Any, tokenizer: Any, task: Task, log: Any) -> None:
-    """The supervised warm start, with an optimiser of its own."""
-    from kvrl.train.warm_start import BETAS, warm_start
-
-    assert config.warm_start is not None
-    settings = config.train.model_copy(update={"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "weight_decay": 0.0})
-    optimizer = make_optimizer(model, settings, config.warm_start.learning_rate)
-    start = time.perf_counter()
-    done = warm_start(model, tokenizer, task, config.warm_start, config.seed, optimizer)
-    if hasattr(optimizer, "release"):
-        optimizer.release()
-    log(
-        f"warm start: {config.warm_start.steps} steps, loss {done['first_loss']:.3f} -> {done['last_loss']:.3f} nats, "
-        f"{time.perf_counter() - start:.0f} s"
-    )
-
-
-def make_start(config: Config, folder: Path, log: Any) -> None:
-    """Warm-start a model and write its folder: what several runs can start from."""
-    torch.manual_seed(config.seed)
-    task = get_task(config.task.name, **config.task.params)
-    model, tokenizer = load_policy(config, task, None)
-    supervise(config, model, tokenizer, task, log)
-    save_model(folder, model, tokenizer)
-
-
-def starting_model(config: Config, model: Any, output_dir: Path, resumed: bool) -> nn.Module:
-    """The model that the KL refers to: kept in `reference/` so that a resumed run has the same one."""
-    if config.lora is not None:
-        return model
-    folder = output_dir / "reference"
-    if not resumed:
-        model.save_pretrained(folder)
-        return model
-    if not folder.is_dir():
-        raise KvrlError(f"checkpoint.resume: {folder} is missing, the reference of grpo.beta; restore it or start anew")
-    return type(model).from_pretrained(folder, dtype=model.dtype).to(model.device)
-
-
 def train(config: Config) -> dict[str, Any]:
     """Run a configuration to its end; returns the evaluations at start and end.
 
-    Writes metrics.jsonl, checkpoints/, model/, summary.json and reward.png to output_dir.
+    Writes metrics.jsonl, checkpoints/, model/, summary.json and reward.png to output_dir. KvrlError for a folder
+    that holds another run, before anything is changed.
     """
     from kvrl.eval.report import write_report
 
     output_dir = Path(config.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
-    fresh = config.checkpoint.resume is None
-    if fresh and (output_dir / "metrics.jsonl").exists():
-        (output_dir / "metrics.jsonl").unlink()
-    (output_dir / "config.json").write_text(config.model_dump_json(indent=2))
-    with RunLog(output_dir, config.train.max_steps) as log:
-        run, done = build(config, log.say)
-        evaluations: dict[int, list[Evaluation]] = {}
+    check_output_dir(config)
+    console = Console(highlight=False)
+    run, done = build(config, console.print)
+    prepare_output_dir(config)
+    evaluations: dict[int, list[Evaluation]] = {}
+    with RunLog(output_dir, config.train.max_steps, console) as log:
 
         def evaluate_at(step: int) -> None:
             if config.eval.n:
@@ -326,3 +239,24 @@ def train(config: Config) -> dict[str, Any]:
         evaluate_at(config.train.max_steps)
         summary = write_report(output_dir, log.say)
     return summary | {"evaluations": {k: [asdict(e) for e in v] for k, v in evaluations.items()}}
+
+
+def check_output_dir(config: Config) -> None:
+    """Raise KvrlError rather than write over another run."""
+    occupied = (Path(config.output_dir) / "metrics.jsonl").exists()
+    if occupied and config.checkpoint.resume is None and not config.overwrite_output_dir:
+        raise KvrlError(
+            f"output_dir: {config.output_dir} holds another run; give another folder, or continue it with "
+            "--checkpoint.resume latest, or start anew in it with --overwrite_output_dir true"
+        )
+
+
+def prepare_output_dir(config: Config) -> None:
+    """Make the folder, without what another run left in it unless that run goes on."""
+    output_dir = Path(config.output_dir)
+    output_dir.mkdir(parents=True, exist_ok=True)
+    if config.checkpoint.resume is None:
+        for name in ("metrics.jsonl", "summary.json", "reward.png"):
+            (output_dir / name).unlink(missing_ok=True)
+        shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
+    (output_dir / "config.json").write_text(config.model_dump_json(indent=2))

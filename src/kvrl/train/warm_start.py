@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrl.tasks import Task, encode_prompt
 from kvrl.train.config import WarmStart
+from kvrl.train.optimizer import optimized
 
 Example = tuple[list[int], int]  # token ids, and how many of them are the prompt
 OnStep = Callable[[int, dict[str, float]], None]
@@ -89,14 +90,12 @@ def pad_batch(batch: list[Example], pad_id: int, device: torch.device | str) -> 
     return input_ids.to(device), labels.to(device)
 
 
-def _step(
-    model: PreTrainedModel, input_ids: Tensor, labels: Tensor, optimizer: torch.optim.Optimizer
-) -> float:
+def _step(model: PreTrainedModel, input_ids: Tensor, labels: Tensor, optimizer: torch.optim.Optimizer) -> float:
     # No attention mask: right padding lies after every real token, where causal attention cannot look.
     position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # [1, T]
     loss = model(input_ids=input_ids, position_ids=position_ids, labels=labels, use_cache=False).loss
     loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    torch.nn.utils.clip_grad_norm_(optimized(optimizer), 1.0)  # the masters' gradients, where there are masters
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return loss.item()

@@ -54,7 +54,9 @@ def make_policy(cache: CacheConfig) -> Policy | None:
         ) from None
     for name in ("kernel", "prompt_kernel"):
         if getattr(policy, name, 1) % 2 == 0:
-            raise KvrlError(f"cache.params.{name}: {getattr(policy, name)} is even; pooling is centred, use an odd width")
+            raise KvrlError(
+                f"cache.params.{name}: {getattr(policy, name)} is even; pooling is centred, use an odd width"
+            )
     check_budget(cache, policy, prompt_length=0)
     return policy
 

@@ -7,8 +7,8 @@ import torch
 
 import kvrl
 from helpers import cache, make_prompts, model, sample, sampling
-from kvrl.rollout import engine as engine_module
-from kvrl.rollout.sampling import draw
+from kvrl.sampler import engine as engine_module
+from kvrl.sampler.sampling import draw
 from kvrl.streams import fold, stream_key, uniform
 
 MASK = (1 << 64) - 1
@@ -59,10 +59,7 @@ def test_one_number_for_each_token_of_a_request(slots, monkeypatch):
     sample(prompts=make_prompts([5, 9]), new=6, seed=4, slots=slots, sampling_fields={"num_generations": 2})
     drawn = {float(u) for batch in used for u in batch}
     expected = {
-        float(uniform(fold(torch.tensor(stream_key(4, p, g)), t)))
-        for p in (0, 1)
-        for g in (0, 1)
-        for t in range(6)
+        float(uniform(fold(torch.tensor(stream_key(4, p, g)), t))) for p in (0, 1) for g in (0, 1) for t in range(6)
     }
     assert expected <= drawn
 

@@ -10,7 +10,7 @@ from helpers import NEW, cache, make_prompts, model, sample, sampling
 from kvrl.errors import KvrlError
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from kvrl.models.tiny_families import build_family
-from kvrl.rollout.engine import eos_ids
+from kvrl.sampler.engine import eos_ids
 
 
 def test_every_eos_id_ends_a_completion():
@@ -34,10 +34,7 @@ def test_eos_on_the_last_token_is_eos():
     free = sample(prompts=make_prompts([5]), new=6)[0]
     last = free.completion_ids[-1]
     assert free.finish_reason == "length" and free.completion_ids.index(last) == 5
-    assert (
-        sample(prompts=make_prompts([5]), new=6, sampling_fields={"eos_token_ids": [last]})[0].finish_reason
-        == "eos"
-    )
+    assert sample(prompts=make_prompts([5]), new=6, sampling_fields={"eos_token_ids": [last]})[0].finish_reason == "eos"
 
 
 @pytest.mark.parametrize(
@@ -115,7 +112,7 @@ def test_logits_that_are_not_finite_stop_the_run():
 
 def test_scoring_in_small_pieces_gives_the_same_evictions():
     """scratch_bytes cuts the scoring by rows and layers; the decisions stay."""
-    from kvrl.rollout.engine import Engine
+    from kvrl.sampler.engine import Engine
 
     prompts = make_prompts([37, 5, 18])
     results = []

@@ -12,7 +12,7 @@ from peft import LoraConfig, get_peft_model
 import kvrl
 from helpers import bar, gap, make_prompts, model, replay, sample, stock
 from kvrl.eval.oracle import full_forward_logprobs
-from kvrl.logprobs import Scorer, make_targets
+from kvrl.learner import Scorer, make_targets
 
 
 def test_dense_view_is_the_stock_models_forward():
@@ -48,9 +48,7 @@ def test_entropy_by_hand(fields):
     with torch.no_grad():
         _, entropy = Scorer(lm)(rollouts, view="dense", entropy=True)
         for i, r in enumerate(rollouts):
-            logits = (
-                stock()(torch.tensor([r.token_ids])).logits[0, len(r.prompt_ids) - 1 : -1] / r.temperature
-            )
+            logits = stock()(torch.tensor([r.token_ids])).logits[0, len(r.prompt_ids) - 1 : -1] / r.temperature
             for t in range(6):
                 those = (
                     slice(None)
@@ -89,9 +87,7 @@ def test_adapters_get_gradients_and_the_reference_is_adapters_off():
 
 def test_a_trace_of_other_tokens_is_refused():
     a, b = sample(prompts=make_prompts([6, 9]), new=4)
-    with pytest.raises(
-        kvrl.KvrlError, match=r"rollouts\[1\]: its trace covers 13 tokens, the rollout has 10"
-    ):
+    with pytest.raises(kvrl.KvrlError, match=r"rollouts\[1\]: its trace covers 13 tokens, the rollout has 10"):
         replay(model(), [b, dataclasses.replace(a, trace=b.trace)])
 
 
@@ -101,9 +97,7 @@ def test_logits_of_the_whole_never_exist(monkeypatch):
 
     sizes = []
     original = kvrl.head.Head.finish
-    monkeypatch.setattr(
-        kvrl.head.Head, "finish", lambda self, x: (sizes.append(x.shape[0]), original(self, x))[1]
-    )
+    monkeypatch.setattr(kvrl.head.Head, "finish", lambda self, x: (sizes.append(x.shape[0]), original(self, x))[1])
     lm = copy.deepcopy(model())
     rollouts = sample(lm)
     sizes.clear()

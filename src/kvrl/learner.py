@@ -14,7 +14,7 @@ from kvrl.attention.probe import check_length, prepare, rope_limit, text_config
 from kvrl.attention.replay import Backend, ReplayContext
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, decoder
-from kvrl.rollout.types import Rollout
+from kvrl.sampler.types import Rollout
 
 View = Literal["sparse", "dense"]
 
@@ -120,9 +120,7 @@ class Scorer(nn.Module):
         context = ReplayContext(traces, length, backend=self.backend, device=device)
         positions = torch.arange(length, device=device).expand(len(rollouts), -1)
         trunk = decoder(self.model)
-        return trunk(
-            input_ids=ids.to(device), position_ids=positions, use_cache=False, kv=context
-        ).last_hidden_state
+        return trunk(input_ids=ids.to(device), position_ids=positions, use_cache=False, kv=context).last_hidden_state
 
 
 def make_targets(rollouts: Sequence[Rollout], device: torch.device | str) -> Targets:

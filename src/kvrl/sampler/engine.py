@@ -21,10 +21,10 @@ from kvrl.cache.slots import KVSlots
 from kvrl.cache.trace import KVTrace, num_events, occupancy
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, decoder
-from kvrl.rollout.config import SamplingConfig
-from kvrl.rollout.routing import RoutingRecorder
-from kvrl.rollout.sampling import Draw, draw
-from kvrl.rollout.types import FinishReason, Rollout, Support
+from kvrl.sampler.config import SamplingConfig
+from kvrl.sampler.routing import RoutingRecorder
+from kvrl.sampler.sampling import Draw, draw
+from kvrl.sampler.types import FinishReason, Rollout, Support
 from kvrl.streams import fold, stream_key, uniform
 
 Continue = Callable[["Request"], Sequence[int] | None]
@@ -156,7 +156,9 @@ class Engine:
                 while free and (staged or waiting):
                     if staged is None:
                         staged = waiting.popleft()
-                        staged_logits, staged_routing = self._prefill_prompt(staged, stream_key(seed, ids[staged.index]))
+                        staged_logits, staged_routing = self._prefill_prompt(
+                            staged, stream_key(seed, ids[staged.index])
+                        )
                     row, request = free.pop(0), staged.waiting.popleft()
                     self.slots.copy_row(self.num_slots, row)
                     request.forwarded = len(request.prompt_ids)
@@ -204,9 +206,7 @@ class Engine:
         self._accept(active, self._draw(active, logits, rows), rows, on_turn)
 
     def _forward(self, ids: Tensor, positions: Tensor, context: DecodeContext | PrefillContext) -> Tensor:
-        return decoder(self.model)(
-            input_ids=ids, position_ids=positions, use_cache=False, kv=context
-        ).last_hidden_state
+        return decoder(self.model)(input_ids=ids, position_ids=positions, use_cache=False, kv=context).last_hidden_state
 
     def _compact(self, rows: list[tuple[int, Request]], *, in_prompt: bool) -> None:
         """Compact the rows whose occupancy has just reached budget + buffer."""
@@ -235,7 +235,9 @@ class Engine:
         stream, count = torch.tensor([streams, counts], device=self.device)
         drawn = draw(logits, uniform(fold(stream, count)), self.sampling)
         if not bool(torch.isfinite(drawn.logprobs).all()):
-            raise KvrlError("model: its logits are not finite while sampling; check the weights, or use model.dtype float32")
+            raise KvrlError(
+                "model: its logits are not finite while sampling; check the weights, or use model.dtype float32"
+            )
         return drawn
 
     def _accept(self, requests: dict[int, Request], drawn: Draw, rows: list[int], on_turn: Continue | None) -> None:

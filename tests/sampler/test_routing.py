@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from helpers import make_prompts, model, sample
-from kvrl.rollout.routing import RoutingRecorder, flipped
+from kvrl.sampler.routing import RoutingRecorder, flipped
 
 FAMILIES = ["qwen3_moe", "gpt_oss"]
 
@@ -47,7 +47,5 @@ def test_kernels_are_switched_and_restored(name):
 
 def test_flips_by_hand():
     sampler = torch.tensor([[[0, 1], [2, 3]], [[4, 5], [6, 7]]])
-    learner = torch.tensor(
-        [[[1, 0], [2, 4]], [[4, 5], [6, 7]]]
-    )  # order does not matter, one of four sets differs
+    learner = torch.tensor([[[1, 0], [2, 4]], [[4, 5], [6, 7]]])  # order does not matter, one of four sets differs
     assert flipped(sampler, learner) == 0.25

@@ -11,7 +11,7 @@ from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 import kvrl
 from helpers import bar, cache, gap, make_prompts, model, oracle, replay, sample, sampling, stock
 from kvrl.errors import KvrlError
-from kvrl.rollout.sampling import draw, inverse_cdf, kept_sizes
+from kvrl.sampler.sampling import draw, inverse_cdf, kept_sizes
 from kvrl.streams import fold, stream_key, uniform
 
 PROBS = [0.05, 0.4, 0.1, 0.25, 0.2]  # most likely first: 1, 3, 4, 2, 0

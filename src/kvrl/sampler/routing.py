@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from kvrl.attention.probe import text_config
-from kvrl.head import causal_lm
+from kvrl.attention.probe import causal_lm, text_config
 
 
 class RoutingRecorder:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvrl.errors import KvrlError
-from kvrl.rollout.config import SamplingConfig
+from kvrl.sampler.config import SamplingConfig
 
 
 @dataclass(frozen=True)

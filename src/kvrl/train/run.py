@@ -1,0 +1,114 @@
+"""A run: everything that a training step needs, loaded, warm-started or resumed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+from kvrl.errors import KvrlError
+from kvrl.learner import Scorer
+from kvrl.tasks import Task, get_task
+from kvrl.train.checkpoint import find_checkpoint, load_state, load_training, save_model
+from kvrl.train.config import Config
+from kvrl.train.data import PromptStream
+from kvrl.train.optimizer import MasterAdamW, make_optimizer, make_scheduler
+from kvrl.train.setup import Reference, load_policy
+from kvrl.train.warm_start import BETAS, warm_start
+
+Say = Callable[[str], object]
+
+
+@dataclass
+class Run:
+    """Everything that a step needs. `model` samples and learns; `scorer` is its wrapped form."""
+
+    config: Config
+    accelerator: Accelerator
+    task: Task
+    tokenizer: Any
+    model: nn.Module
+    scorer: Any
+    reference: Reference | None
+    optimizer: Any
+    scheduler: Any
+    prompts: PromptStream
+    skipped: int = 0
+
+
+def build(config: Config, say: Say = print) -> tuple[Run, int]:
+    """Load or resume everything; returns the run and the steps already done."""
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    output_dir = Path(config.output_dir)
+    resumed = find_checkpoint(output_dir, config.checkpoint.resume)
+    torch.manual_seed(config.seed)
+    accelerator = Accelerator()
+    task = get_task(config.task.name, **config.task.params)
+    model, tokenizer = load_policy(config, task, resumed / "model" if resumed else None)
+    model.to(accelerator.device)
+    if config.warm_start is not None and resumed is None:
+        supervise(config, model, tokenizer, task, say)
+    reference = None
+    if config.grpo.beta > 0:
+        start = starting_model(config, model, output_dir, resumed is not None)
+        reference = Reference(start, lora=config.lora is not None)
+    scorer = Scorer(model, backend=config.replay.backend, chunk=config.replay.logprob_chunk).train()
+    optimizer = make_optimizer(model, config.train)
+    updates = config.train.max_steps * config.grpo.num_iterations * config.grpo.num_minibatches
+    scheduler = make_scheduler(optimizer, config.train, updates)
+    scorer, optimizer, scheduler = accelerator.prepare(scorer, optimizer, scheduler)
+    prompts = PromptStream(
+        task, tokenizer, seed=config.seed, block=config.train.prompts_per_step * config.train.max_steps,
+        cache=config.rollout_cache, on_small_budget=config.rollout.on_small_budget,
+    )  # fmt: skip
+    run = Run(config, accelerator, task, tokenizer, model, scorer, reference, optimizer, scheduler, prompts)
+    if resumed is None:
+        return run, 0
+    state = load_state(resumed)
+    load_training(resumed, optimizer, scheduler)
+    prompts.position, prompts.dropped, run.skipped = state["position"], state["dropped"], state["skipped"]
+    return run, state["step"]
+
+
+def supervise(config: Config, model: Any, tokenizer: Any, task: Task, say: Say) -> None:
+    """The supervised warm start, with an optimiser of its own."""
+    assert config.warm_start is not None
+    settings = config.train.model_copy(update={"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "weight_decay": 0.0})
+    optimizer = make_optimizer(model, settings, config.warm_start.learning_rate)
+    start = time.perf_counter()
+    done = warm_start(model, tokenizer, task, config.warm_start, config.seed, optimizer)
+    if isinstance(optimizer, MasterAdamW):
+        optimizer.release()
+    say(
+        f"warm start: {config.warm_start.steps} steps, loss {done['first_loss']:.3f} -> {done['last_loss']:.3f} nats, "
+        f"{time.perf_counter() - start:.0f} s"
+    )
+
+
+def make_start(config: Config, folder: Path, say: Say) -> None:
+    """Warm-start a model and write its folder: what several runs can start from."""
+    torch.manual_seed(config.seed)
+    task = get_task(config.task.name, **config.task.params)
+    model, tokenizer = load_policy(config, task, None)
+    supervise(config, model, tokenizer, task, say)
+    save_model(folder, model, tokenizer)
+
+
+def starting_model(config: Config, model: Any, output_dir: Path, resumed: bool) -> nn.Module:
+    """The model that the KL refers to: kept in `reference/` so that a resumed run has the same one."""
+    if config.lora is not None:
+        return model
+    folder = output_dir / "reference"
+    if not resumed:
+        model.save_pretrained(folder)
+        return model
+    if not folder.is_dir():
+        raise KvrlError(f"checkpoint.resume: {folder} is missing, the reference of grpo.beta; restore it or start anew")
+    return type(model).from_pretrained(folder, dtype=model.dtype).to(model.device)
