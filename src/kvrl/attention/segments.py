@@ -69,7 +69,7 @@ def survivors(trace: KVTrace) -> Tensor:
         )
     if num_events(trace.num_tokens - 1, budget, buffer) != trace.num_events:
         raise KvrlError(
-            f"trace: {trace.num_events} evictions in {trace.num_tokens} tokens, but budget {budget} and buffer {buffer} "
+            f"trace: {trace.num_events} evictions in {trace.num_tokens} tokens, but budget {budget}, buffer {buffer} "
             f"make {num_events(trace.num_tokens - 1, budget, buffer)}; it was cut or belongs to other tokens"
         )
     layers, heads, tokens = events.shape

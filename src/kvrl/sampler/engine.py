@@ -28,7 +28,7 @@ from kvrl.sampler.types import FinishReason, Rollout, Support
 from kvrl.streams import fold, stream_key, uniform
 
 Continue = Callable[["Request"], Sequence[int] | None]
-"""Called when a completion ends by EOS or stop string: token ids to insert (a tool's answer, a user's turn), or None."""
+"""Called when a completion ends by EOS or stop string: ids to insert (a tool's answer, a user's turn), or None."""
 
 
 @dataclass
