@@ -57,6 +57,8 @@ class RunLog:
         """Show one step and keep all its metrics."""
         self.keep({"step": step, **metrics})
         shown = [f"{label} {form.format(metrics[name])}" for label, name, form in COLUMNS if name in metrics]
+        if "kl/mean" not in metrics:
+            shown.insert(1, "kl off")  # grpo.beta is 0: there is no reference
         self.console.print(f"step {step:>4}  " + "  ".join(shown), soft_wrap=True)
         self.bar.update(self.task, completed=step)
 
