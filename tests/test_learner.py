@@ -11,6 +11,8 @@ from peft import LoraConfig, get_peft_model
 
 import kvrl
 from helpers import bar, gap, make_prompts, model, replay, sample, stock
+from kvrl.cache.trace import KVTrace
+from kvrl.errors import KvrlError
 from kvrl.eval.oracle import full_forward_logprobs
 from kvrl.learner import Scorer, make_targets
 
@@ -103,3 +105,10 @@ def test_logits_of_the_whole_never_exist(monkeypatch):
     sizes.clear()
     kvrl.logprobs(lm, rollouts, chunk=8).sum().backward()
     assert len(sizes) >= 2 * (90 // 8) and max(sizes) <= 8  # each chunk again in the backward pass
+
+
+def test_a_trace_of_another_model_is_refused():
+    (r,) = sample(prompts=make_prompts([18]))
+    cut = KVTrace(r.trace.events[:1], r.trace.evicted_at_event, r.trace.budget, r.trace.buffer)
+    with pytest.raises(KvrlError, match=r"rollouts\[0\]: its trace has \(1, 2\) layers and KV heads"):
+        kvrl.logprobs(model(), [dataclasses.replace(r, trace=cut)])

@@ -111,8 +111,16 @@ class Scorer(nn.Module):
                     f"rollouts[{i}]: its trace covers {r.trace.num_tokens} tokens, the rollout has {r.num_tokens}; "
                     "decisions and tokens of different samples were paired"
                 )
+        config = text_config(self.model)
+        shape = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+        for i, r in enumerate(rollouts):
+            if tuple(r.trace.events.shape[:2]) != shape:
+                raise KvrlError(
+                    f"rollouts[{i}]: its trace has {tuple(r.trace.events.shape[:2])} layers and KV heads, the model "
+                    f"{shape}; it was sampled from another model"
+                )
         length = max(r.num_tokens for r in rollouts)
-        check_length(rope_limit(text_config(self.model)), length, "rollouts")
+        check_length(rope_limit(config), length, "rollouts")
         ids = torch.zeros(len(rollouts), length, dtype=torch.long)
         for i, r in enumerate(rollouts):
             ids[i, : r.num_tokens] = torch.tensor(r.token_ids)

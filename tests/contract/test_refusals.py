@@ -130,3 +130,10 @@ def test_a_model_that_runs_is_not_refused():
     spec = probe(prepare(build_family("gemma2")))
     assert spec.windows == (8, None, 8) and spec.softcap == 5.0 and spec.scaling == 24**-0.5
     assert (spec.query_heads, spec.kv_heads, spec.head_dim, spec.num_layers) == (4, 2, 16, 3)
+
+
+def test_experts_without_a_router_that_can_be_watched_are_refused():
+    lm = build_family("llama")
+    lm.config.num_experts_per_tok = 2
+    with pytest.raises(KvrlError, match="llama has experts, but no module named ...Router"):
+        prepare(lm)

@@ -84,11 +84,24 @@ def _refuse(model: nn.Module, config) -> None:
             raise KvrlError(
                 f"model.config.{name}: {value} adds noise in training that the sampler did not have; set it to 0"
             )
+    find_routers(model)
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise KvrlError(
                 f"dropout: {module.p} in {name} adds noise in training that the sampler did not have; set it to 0"
             )
+
+
+def find_routers(model: nn.Module) -> list[nn.Module]:
+    """The routers of a mixture of experts, in order. KvrlError for experts without a router that kvrl can watch."""
+    routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
+    config = text_config(model)
+    if not routers and getattr(config, "num_experts_per_tok", None):
+        raise KvrlError(
+            f"model: {config.model_type} has experts, but no module named ...Router: a token's bits would depend on "
+            "its batch mates unseen; use one of the families in docs/models.md"
+        )
+    return routers
 
 
 @torch.no_grad()

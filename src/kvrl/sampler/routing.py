@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from kvrl.attention.probe import causal_lm, text_config
+from kvrl.attention.probe import causal_lm, find_routers, text_config
 
 
 class RoutingRecorder:
@@ -25,7 +25,7 @@ class RoutingRecorder:
         batch_invariant: every token's experts are computed on their own (`batched_mm`); the default groups
         tokens by expert, and a token's bits would depend on its batch mates (contract 4).
         """
-        routers = [m for m in model.modules() if type(m).__name__.endswith("Router")]
+        routers = find_routers(model)
         if not routers:
             yield None
             return
