@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvrl.learner import logprobs as logprobs
     from kvrl.learner import sampler_logprobs as sampler_logprobs
     from kvrl.sampler.config import SamplingConfig as SamplingConfig
-    from kvrl.sampler.engine import rollout as rollout
+    from kvrl.sampler.rollout import rollout as rollout
     from kvrl.sampler.types import Rollout as Rollout
 
 __version__ = "0.1.0"
@@ -27,7 +27,7 @@ _HOMES = {
     "SamplingConfig": "kvrl.sampler.config",
     "completion_mask": "kvrl.learner",
     "logprobs": "kvrl.learner",
-    "rollout": "kvrl.sampler.engine",
+    "rollout": "kvrl.sampler.rollout",
     "sampler_logprobs": "kvrl.learner",
 }
 __all__ = list(_HOMES)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ def logprobs(
     the model in one batch; chunk bounds the tokens whose logits exist at once.
     Raises KvrlError for a trace that does not fit its tokens or a model that cannot be replayed.
     """
-    return Scorer(model, backend=backend, chunk=chunk)(rollouts, view=view)[0]
+    return Scorer(model, backend=backend, chunk=chunk)(list(rollouts), view=view)[0]
 
 
 class Scorer(nn.Module):
@@ -71,6 +71,8 @@ class Scorer(nn.Module):
 
     def __init__(self, model: nn.Module, *, backend: Backend = "segments", chunk: int = 1024) -> None:
         super().__init__()
+        if chunk < 1:
+            raise KvrlError(f"replay.logprob_chunk: {chunk} is below 1; give the tokens whose logits may exist at once")
         self.model = prepare(model)
         check_head(model)
         self.backend, self.chunk = backend, chunk
@@ -97,6 +99,8 @@ class Scorer(nn.Module):
             entropies.append(ent)
         shape = (len(rollouts), max(len(r.completion_ids) for r in rollouts))
         index = (targets.row, targets.column)
+        if not logps:  # nothing was sampled: zeros that still hang on the model's graph
+            logps, entropies = [hidden.flatten()[:0].float()], [hidden.flatten()[:0].float()]
         out = hidden.new_zeros(shape, dtype=logps[0].dtype).index_put(index, torch.cat(logps))
         if not entropy:
             return out, None
@@ -104,6 +108,10 @@ class Scorer(nn.Module):
 
     def hidden_states(self, rollouts: Sequence[Rollout], view: View = "sparse") -> Tensor:
         """The trunk's last hidden states under a view, [N, T, E], right-padded."""
+        if view not in get_args(View):
+            raise KvrlError(f"view: {view!r} is not one of {', '.join(get_args(View))}")
+        if not rollouts:
+            raise KvrlError("rollouts: is empty; give at least one")
         device = next(self.model.parameters()).device
         for i, r in enumerate(rollouts):
             if r.trace.num_tokens != r.num_tokens:

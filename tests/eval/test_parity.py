@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvrl.attention.replay import ReplayContext
+from kvrl.cache.config import CacheConfig
 from kvrl.cli import main
 from kvrl.eval.parity import Figures
 
@@ -57,7 +58,25 @@ def test_bfloat16_has_a_noise_floor(capsys):
     (["--policy", "rvk"], "did you mean 'rkv'"),
     (["--model", "tiny:lama"], "'lama' is not one of llama"),
     (["--model", "tiny:llama", "--budget", "5"], "at least 12"),
+    (["--model", "tiny:llama", "--policy", "recent", "--budget", "100"], "82 tokens, so nothing is evicted; lower"),
 ])  # fmt: skip
 def test_mistakes(capsys, flags, message):
     assert main(["parity", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_layers_that_are_all_rings_pass_and_say_that_nothing_was_evicted(capsys):
+    code, report = run(capsys, "--model", "tiny:mistral", "--policy", "recent")
+    ring, slot = report["reports"]
+    assert code == 0 and ring["evictions"] == 0 and ring["passed"] and slot["evictions"] > 0 and slot["note"] is None
+    assert ring["note"].startswith("nothing was evicted: every layer keeps its sliding window")
+
+
+def test_a_policy_that_evicts_nothing_does_not_pass(capsys, monkeypatch):
+    from kvrl.eval import parity
+
+    sample = parity.sample
+    dense = CacheConfig(policy="dense")
+    monkeypatch.setattr(parity, "sample", lambda subject, cache, seed: sample(subject, dense, seed))
+    assert main(["parity", "--model", "tiny:llama", "--policy", "recent"]) == 1
+    assert "MISSED  (nothing was evicted)" in capsys.readouterr().out

@@ -158,3 +158,9 @@ def test_functions_of_one_name_keep_their_own_means() -> None:
 def test_weights_must_match_the_functions() -> None:
     with pytest.raises(KvrlError, match="reward_weights: 1 weights for 2 reward functions"):
         run(length, exact, weights=[1.0])
+
+
+@pytest.mark.parametrize("name", ["completions", "prompts", "self"])
+def test_a_column_cannot_replace_what_the_sampler_gives(name):
+    with pytest.raises(KvrlError, match=f"column {name}: .*rename the column"):
+        score([lambda completions, **_: [1.0]], None, ["a"], {"prompt": ["p"], name: ["x"]})

@@ -146,6 +146,8 @@ def test_jsonl_splits_and_scores(tmp_path):
 
 def test_prompts_are_text_or_messages():
     class Template:
+        chat_template = "{{ messages }}"
+
         def __call__(self, text):
             return {"input_ids": [len(text)]}
 

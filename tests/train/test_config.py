@@ -30,14 +30,10 @@ def refusal(tmp_path: Path, text: str, *overrides: tuple[str, str]) -> str:
 def test_quickstart_is_valid_and_says_what_the_recipe_says():
     config = load_config(QUICKSTART)
     assert (config.method, config.model.path, config.task.name) == ("shadow_mask", "tiny", "recurrence")
-    assert (config.cache.budget, config.cache.buffer, config.cache.window, config.cache.sinks) == (
-        24,
-        16,
-        8,
-        2,
-    )
+    cache = config.cache
+    assert (cache.budget, cache.buffer, cache.window, cache.sinks) == (24, 8, 6, 3)
     assert config.warm_start is not None
-    assert (config.warm_start.steps, config.train.max_steps, config.slots) == (200, 60, 96)
+    assert (config.warm_start.steps, config.train.max_steps, config.slots) == (250, 60, 96)
     assert config.eval_budgets == [24, "full"]
 
 
@@ -211,3 +207,15 @@ def test_files_that_are_not_a_configuration(tmp_path):
 def test_a_flag_below_a_field_that_has_no_fields(tmp_path):
     assert refusal(tmp_path, "seed: 3", ("seed.x", "1")) == "--seed.x: seed is 3 and has no fields; set seed itself"
     assert "--seed: is not valid YAML" in refusal(tmp_path, "", ("seed", "[1"))
+
+
+def test_a_dense_policy_is_evaluated_with_the_full_cache_alone(tmp_path):
+    dense = "method: dense\ncache: {policy: dense}\n"
+    assert load(tmp_path, dense).eval_budgets == ["full"]
+    assert load(tmp_path, "method: dense\ncache: {budget: 64}").eval_budgets == [64, "full"]
+    message = refusal(tmp_path, dense + "eval: {budgets: [24, full]}")
+    assert message.startswith("eval.budgets: 24 has no meaning under cache.policy dense")
+
+
+def test_an_infinite_temperature(tmp_path):
+    assert refusal(tmp_path, "sampling: {temperature: .inf}").startswith("sampling.temperature: inf is refused")

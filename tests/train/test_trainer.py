@@ -2,51 +2,16 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 
 from kvrl.errors import KvrlError
 from kvrl.train import trainer
 from kvrl.train.batch import Batch, micro_batches, minibatches
-from kvrl.train.config import Config
 from kvrl.train.diagnostics import ParityError, repetition_rate
 from kvrl.train.run import build
 from kvrl.train.trainer import collect, guard, train, update
-
-TASK = {"name": "recurrence", "params": {"min_steps": 3, "max_steps": 4}}
-
-
-def make_config(folder: Path, **changes) -> Config:
-    """A run of a few seconds whose completions outgrow the cache (12 + 6 entries, up to 34 tokens)."""
-    base = {
-        "output_dir": str(folder),
-        "task": TASK,
-        "warm_start": {"steps": 6, "batch_size": 16, "learning_rate": 3e-3},
-        "cache": {"policy": "rkv", "budget": 12, "buffer": 6, "window": 4, "sinks": 2},
-        "sampling": {"max_completion_length": 30},
-        "grpo": {"num_generations": 4},
-        "train": {"max_steps": 2, "prompts_per_step": 3, "learning_rate": 1e-3},
-        "eval": {"n": 0},
-    }
-    for name, value in changes.items():
-        base[name] = {**base[name], **value} if isinstance(base.get(name), dict) and isinstance(value, dict) else value
-    return Config(**base)
-
-
-def metrics_of(folder: Path) -> list[dict]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def noisy_rewards(monkeypatch) -> None:
-    """Rewards that always carry signal: the share of even digits."""
-
-    def reward(self, completions, **columns):
-        return [sum(c in "02468" for c in text) / max(1, len(text)) for text in completions]
-
-    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.reward", reward)
+from runs import make_config, metrics_of, noisy_rewards
 
 
 @pytest.mark.parametrize("method", ["dense", "naive", "corrected", "shadow_mask"])
@@ -259,6 +224,28 @@ def test_a_nan_reward_stops_the_run_with_the_sample_named(tmp_path, monkeypatch)
     run, _ = build(make_config(tmp_path, warm_start=None), lambda text: None)
     with pytest.raises(KvrlError, match="sample 11"):
         collect(run)
+
+
+def test_rewards_read_completions_without_their_eos(tmp_path, monkeypatch):
+    seen: list[str] = []
+
+    def reward(self, completions, **columns):
+        seen.extend(completions)
+        return [0.0] * len(completions)
+
+    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.reward", reward)
+    every = list(range(50))  # whatever is drawn ends the completion
+    run, _ = build(make_config(tmp_path, warm_start=None, sampling={"eos_token_ids": every}), lambda text: None)
+    collect(run)
+    assert seen == [""] * 12
+
+
+def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path, monkeypatch):
+    chat = [{"role": "user", "content": "3"}]
+    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.rows", lambda *_: [{"prompt": chat}] * 6)
+    run, _ = build(make_config(tmp_path, warm_start=None), lambda text: None)
+    with pytest.raises(KvrlError, match=r"^prompt 0: prompt: a list of 1 chat messages"):
+        run.prompts.take(1)
 
 
 def test_truncated_completions_leave_the_loss_when_asked(tmp_path):

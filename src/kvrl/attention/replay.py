@@ -6,7 +6,7 @@ Exact because a token's key and value are computed once, under the token's own v
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ class ReplayContext:
         backend: Backend = "segments",
         device: torch.device | str = "cpu",
     ) -> None:
+        if backend not in get_args(Backend):
+            raise KvrlError(f"replay.backend: {backend!r} is not one of {', '.join(get_args(Backend))}")
         if backend == "flex" and torch.device(device).type != "cuda":
             raise KvrlError("replay.backend: flex has no backward on CPU; use 'segments' (or 'mask', the reference)")
         self.backend, self.length = backend, length

@@ -46,6 +46,12 @@ class Plan:
                 "split the batch or use 'mask'"
             )
         budget, buffer = schedules.pop()
+        for b, trace in enumerate(traces):
+            if not trace.num_events and trace.num_tokens - 1 > budget + buffer:
+                raise KvrlError(
+                    f"replay.backend: segments replays {budget} + {buffer} entries in this batch, but row {b} kept all "
+                    f"of its {trace.num_tokens}; score rollouts of different caches apart, or use 'mask'"
+                )
         layers, heads, _ = traces[0].events.shape
         most = max(t.num_events for t in traces)
         out = torch.arange(budget, dtype=torch.int32).repeat(layers, len(traces), heads, most, 1)

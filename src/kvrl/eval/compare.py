@@ -5,33 +5,43 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
+import shutil
 import statistics
 import sys
+import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from kvrl.eval.report import read_metrics, smooth
+from kvrl.errors import KvrlError
+from kvrl.eval.report import read_metrics, smooth, to_json
 from kvrl.train.config import Config, load_config
+
+START = "kvrl_start.json"
+"""In a start's folder: what it was made from; in a run's folder: the start that it was trained from."""
 
 
 def run_compare(args: argparse.Namespace) -> None:
     """`kvrl compare`: one run for each method and seed under output_dir/METHOD/seed-S; finished runs are not repeated.
 
-    A warm start is made once for each seed, so that all methods start from the same model.
+    A warm start is made once for each seed, so that all methods start from the same model. Under LoRA each run
+    makes it itself, alike for all methods by the seed: adapters do not go on from a folder.
     """
     configs = plan(args)
     base = load_config(args.config, args.overrides)
     root = Path(base.output_dir)
-    say = Console(stderr=True)
-    if base.warm_start is not None:
-        for seed in sorted({config.seed for config in configs}):
-            if not (start_folder(root, seed) / "config.json").is_file():
-                from kvrl.train.run import make_start
+    from kvrl.train.trainer import check_output_dir
 
-                make_start(base.model_copy(update={"seed": seed}), start_folder(root, seed), say.print)
+    for config in configs:
+        check_output_dir(config)
+    say = Console(stderr=True)
+    if shares_starts(base):
+        for seed in sorted({config.seed for config in configs}):
+            ensure_start(base.model_copy(update={"seed": seed}), start_folder(root, seed), say.print)
     for config in configs:
         if not _finished(config):
             from kvrl.train.trainer import train
@@ -39,11 +49,13 @@ def run_compare(args: argparse.Namespace) -> None:
             say.rule(f"{config.method}, seed {config.seed}")
             with contextlib.redirect_stdout(sys.stderr):  # stdout is the table's, or JSON alone
                 train(config)
+            if (start := Path(config.model.path) / START).is_file():
+                shutil.copy(start, Path(config.output_dir) / START)
     result = collect(configs, args.methods)
-    (root / "compare.json").write_text(json.dumps(result, indent=2))
+    (root / "compare.json").write_text(to_json(result, indent=2))
     plot(root / "compare.png", configs, args.methods)
     if args.json:
-        print(json.dumps(result, indent=2))
+        print(to_json(result, indent=2))
     else:
         Console().print(table(result))
         Console().print(f"plot: {root / 'compare.png'}")
@@ -54,26 +66,67 @@ def start_folder(root: Path, seed: int) -> Path:
     return root / "start" / f"seed-{seed}"
 
 
+def shares_starts(base: Config) -> bool:
+    """Whether the methods' runs start from one folder for each seed."""
+    return base.warm_start is not None and base.lora is None
+
+
+def ensure_start(config: Config, folder: Path, say: Callable[[str], object]) -> None:
+    """Make the start of a seed, unless the folder holds the one that this configuration makes."""
+    from kvrl.train.run import make_start
+
+    fields = config.model_dump(mode="json", include={"seed", "model", "task", "warm_start"})
+    made = folder / START
+    if made.is_file() and json.loads(made.read_text())["config"] == fields:
+        return
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    make_start(config, partial, say)
+    (partial / START).write_text(json.dumps({"config": fields, "id": uuid.uuid4().hex}, indent=2))
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
 def plan(args: argparse.Namespace) -> list[Config]:
     """The configuration of every run, all checked before the first starts."""
     base = load_config(args.config, args.overrides)
+    check_table(base, args.methods)
     root = Path(base.output_dir)
     out = []
     for seed in range(args.first_seed, args.first_seed + args.seeds):  # seeds first: a cut comparison is balanced
         for method in args.methods:
             own = [("method", method), ("seed", str(seed)), ("output_dir", str(root / method / f"seed-{seed}")),
                    ("overwrite_output_dir", "true")]  # fmt: skip
-            if base.warm_start is not None:
+            if shares_starts(base):
                 own += [("model.path", str(start_folder(root, seed))), ("warm_start", "null")]
             out.append(load_config(args.config, [*args.overrides, *own]))
     return out
 
 
+def check_table(base: Config, methods: list[str]) -> None:
+    """Raise KvrlError for what the table cannot show: it has one compressed and one full decoding for each method."""
+    for method in methods:
+        if methods.count(method) > 1:
+            raise KvrlError(f"--methods: {method} is named {methods.count(method)} times; name each method once")
+    if base.eval.n == 0:
+        raise KvrlError("eval.n: 0 evaluates nothing, and compare shows accuracies; raise eval.n to at least 1")
+    compressed = [budget for budget in base.eval_budgets if budget != "full"]
+    if len(compressed) != 1 or base.eval_budgets.count("full") != 1:
+        raise KvrlError(
+            f"eval.budgets: {base.eval_budgets} is not one compressed budget and full, which compare shows side by "
+            f"side; set eval.budgets to [{compressed[0] if compressed else base.cache.budget}, full]"
+        )
+
+
 def _finished(config: Config) -> bool:
-    """Whether the run's folder holds a finished run of this very configuration."""
-    folder = Path(config.output_dir)
-    same = folder / "config.json"
-    return (folder / "summary.json").is_file() and same.read_text() == config.model_dump_json(indent=2)
+    """Whether the run's folder holds a finished run of this very configuration, from the start that is there now."""
+    folder, start = Path(config.output_dir), Path(config.model.path) / START
+    if not (folder / "summary.json").is_file():
+        return False
+    if (folder / "config.json").read_text() != config.model_dump_json(indent=2):
+        return False
+    used = folder / START
+    return not start.is_file() or (used.is_file() and used.read_text() == start.read_text())
 
 
 def collect(configs: list[Config], methods: list[str]) -> dict[str, Any]:
@@ -85,7 +138,7 @@ def collect(configs: list[Config], methods: list[str]) -> dict[str, Any]:
         for config in (c for c in configs if c.method == method):
             steps, evaluations = read_metrics(Path(config.output_dir))
             seeds.append(config.seed)
-            norms.append(max(s["grad_norm"] for s in steps if "grad_norm" in s))
+            norms.append(max((s["grad_norm"] for s in steps if "grad_norm" in s), default=math.nan))
             for e in evaluations:
                 kind = "full" if e["budget"] == "full" else "compressed"
                 if e["step"] == config.train.max_steps:
@@ -140,8 +193,8 @@ def plot(path: Path, configs: list[Config], methods: list[str]) -> None:
             at = i + (0.12 if kind == "full" else -0.12)
             right.plot([at] * len(ends), ends, marker, color=f"C{i}", alpha=0.5, markersize=5)
             right.plot([at], [statistics.mean(ends)], marker, color=f"C{i}", markersize=10, markeredgecolor="black")
-    left.set(xlabel="step", ylabel="reward in the rollouts (mean of 5 steps)")
-    left.legend()
+    left.set(xlabel="step", ylabel="reward in the rollouts (mean of 5 steps)", ylim=(0, 1))
+    left.legend(loc="upper left", ncols=2)
     right.set(ylabel="held-out accuracy at the end", title="● budget   ▲ full cache", ylim=(0, 1))
     right.set_xticks(range(len(methods)), methods, rotation=15)
     for axes in (left, right):

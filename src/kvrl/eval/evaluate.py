@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from kvrl.cache.config import CacheConfig
+from kvrl.cache.policies import check_budget, make_policy
 from kvrl.errors import KvrlError
+from kvrl.eval.report import to_json
 from kvrl.rewards.call import score
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.engine import Engine
-from kvrl.tasks import Task, encode_prompt, get_task
+from kvrl.tasks import Task, completion_text, encode_prompt, get_task
+from kvrl.train.config_file import explain
 from kvrl.train.data import columns_of
 
 
@@ -32,6 +35,8 @@ class Evaluation:
     kv_bytes_share: float
     mean_length: float
     truncated: float
+    dropped: int = 0
+    """Problems left out, because a budget cannot hold what their prompts must keep."""
 
 
 def evaluate(
@@ -45,19 +50,37 @@ def evaluate(
     n: int,
     seed: int,
     slots: int,
+    on_small_budget: Literal["stop", "drop"] = "stop",
 ) -> list[Evaluation]:
-    """Mean reward of one completion for each of n held-out problems, under each budget (`full`: the whole cache)."""
-    rows = task.rows("eval", n, seed)
-    prompts = [encode_prompt(tokenizer, row["prompt"]) for row in rows]
+    """Mean reward of one completion for each of n held-out problems, under each budget (`full`: the whole cache).
+
+    on_small_budget: a problem whose protected entries exceed one of the budgets stops the evaluation, or is left
+    out under all of them, so that every budget meets the same problems. KvrlError if none is left.
+    """
+    caches = [cache.as_dense() if budget == "full" else cache.model_copy(update={"budget": budget})
+              for budget in budgets]  # fmt: skip
+    rows, prompts = [], []
+    for number, row in enumerate(task.rows("eval", n, seed)):
+        try:
+            ids = encode_prompt(tokenizer, row["prompt"])
+        except KvrlError as error:
+            raise KvrlError(f"held-out problem {number}: {error}") from None
+        if (reason := _too_small(caches, len(ids))) is None:
+            rows.append(row)
+            prompts.append(ids)
+        elif on_small_budget == "stop":
+            raise KvrlError(f"held-out problem {number}: {reason}")
+    if not rows:
+        raise KvrlError(f"eval.n: none of the {n} held-out problems fits the budgets ({reason})")
     one = sampling.model_copy(update={"num_generations": 1})
     results = []
-    for budget in budgets:
-        chosen = cache.as_dense() if budget == "full" else cache.model_copy(update={"budget": budget})
+    for budget, chosen in zip(budgets, caches, strict=True):
         engine = Engine(
-            model, chosen, one, num_slots=min(slots, n), max_prompt_length=max(map(len, prompts)), tokenizer=tokenizer
-        )
+            model, chosen, one, num_slots=min(slots, len(rows)), max_prompt_length=max(map(len, prompts)),
+            tokenizer=tokenizer,
+        )  # fmt: skip
         rollouts = engine.run(prompts, seed=seed)
-        texts = [tokenizer.decode(r.completion_ids) for r in rollouts]
+        texts = [completion_text(tokenizer, r) for r in rollouts]
         scores = score([task.reward], None, texts, columns_of(rows))
         results.append(
             Evaluation(
@@ -67,9 +90,22 @@ def evaluate(
                 kv_bytes_share=engine.kv_bytes / engine.dense_kv_bytes,
                 mean_length=sum(len(r.completion_ids) for r in rollouts) / len(rollouts),
                 truncated=sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
+                dropped=n - len(rows),
             )
         )
     return results
+
+
+def _too_small(caches: Sequence[CacheConfig], prompt_length: int) -> KvrlError | None:
+    """Why one of the caches cannot take a prompt of that length."""
+    for cache in caches:
+        policy = make_policy(cache)
+        try:
+            if policy is not None:
+                check_budget(cache, policy, prompt_length)
+        except KvrlError as error:
+            return error
+    return None
 
 
 def evaluation_table(results: Sequence[Evaluation], title: str) -> Table:
@@ -82,6 +118,8 @@ def evaluation_table(results: Sequence[Evaluation], title: str) -> Table:
             r.budget, f"{r.accuracy:.3f}", f"{r.kv_bytes:,}", f"{r.kv_bytes_share:.0%}",
             f"{r.mean_length:.0f}", f"{r.truncated:.0%}",
         )  # fmt: skip
+    if results and results[0].dropped:
+        table.caption = f"{results[0].dropped} problems left out: a budget cannot hold their prompts"
     return table
 
 
@@ -90,20 +128,27 @@ def run_eval(args: argparse.Namespace) -> None:
     from kvrl.train.setup import load_model
 
     task = get_task(args.task, **args.task_params)
-    model, tokenizer = load_model(args.model, args.dtype)
     given = {k: getattr(args, k) for k in ("buffer", "window", "sinks") if getattr(args, k) is not None}
     budgets = [b for b in args.budgets if b != "full"]
+    if args.policy == "dense" and budgets:
+        raise KvrlError(f"--budgets: {budgets[0]} has no meaning under --policy dense, which keeps every entry; "
+                        "set --budgets full, or --policy to one that `kvrl policies` lists")  # fmt: skip
     cache = CacheConfig(policy=args.policy, budget=max(budgets, default=512), **given)
-    if args.temperature < 0:
-        raise KvrlError(f"--temperature: {args.temperature} is below 0; 0 is greedy")
-    sampling = SamplingConfig(temperature=args.temperature, max_completion_length=args.max_completion_length)
+    try:
+        sampling = SamplingConfig(temperature=args.temperature, max_completion_length=args.max_completion_length)
+    except ValidationError as error:
+        raise KvrlError(explain(error, SamplingConfig, prefix="--")) from None
+    make_policy(CacheConfig(policy=args.policy))  # an unknown name is told whatever the budgets are
+    for budget in budgets:
+        make_policy(cache.model_copy(update={"budget": budget}))
+    model, tokenizer = load_model(args.model, args.dtype)
     with torch.no_grad():
         results = evaluate(
             model, tokenizer, task, cache=cache, budgets=args.budgets, sampling=sampling, n=args.n, seed=args.seed,
             slots=args.slots or min(128, args.n),
         )  # fmt: skip
     if args.json:
-        print(json.dumps({"model": args.model, "task": args.task, "policy": args.policy,
-                          "results": [asdict(r) for r in results]}, indent=2))  # fmt: skip
+        print(to_json({"model": args.model, "task": args.task, "policy": args.policy,
+                       "results": [asdict(r) for r in results]}, indent=2))  # fmt: skip
     else:
         Console().print(evaluation_table(results, f"{args.model} on {args.task}, policy {args.policy}"))

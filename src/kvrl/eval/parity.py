@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvrl.attention.probe import probe
 from kvrl.attention.replay import Backend
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import POLICIES, make_policy
+from kvrl.errors import KvrlError
 from kvrl.eval.oracle import full_forward_logprobs, incremental_error, oracle_logprobs
 from kvrl.learner import Scorer, completion_mask, sampler_logprobs
 from kvrl.models.tiny_families import BOS, FAMILIES, VOCAB, WINDOWED, build_family
 from kvrl.sampler.config import SamplingConfig
-from kvrl.sampler.engine import rollout
+from kvrl.sampler.rollout import rollout
 from kvrl.sampler.types import Rollout
 
 ERROR_FACTOR, ERROR_LIMIT, DENSE_MISMATCH = 3.0, 1e-4, 1e-2
@@ -98,6 +100,8 @@ class Report:
     noise_floor: Figures | None
     backends: dict[str, Figures]
     passed: bool
+    note: str | None = None
+    """Why nothing was evicted, where nothing was."""
 
 
 def run_parity(args: argparse.Namespace) -> int:
@@ -147,7 +151,7 @@ def _real(args: argparse.Namespace) -> Subject:
     from kvrl.train.setup import load_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model, tokenizer = load_model(args.model, args.dtype)
+    model, tokenizer = load_model(args.model, args.dtype, merge=True)
     model = model.to(device)
     new = args.max_completion_length or 512
     prompts = [tokenizer(TEXTS[i % len(TEXTS)])["input_ids"] for i in range(_prompt_count(args, 2, new))]
@@ -248,6 +252,7 @@ def examine(subject: Subject, cache: CacheConfig, seed: int, error: float | None
         ).cpu()
         oracle = max((given - truth).abs().max().item() for given in (recorded, *replays.values()))
     evicted = any(bool((r.trace.events >= 0).any()) for r in rollouts)
+    idle, note = (True, None) if evicted else why_idle(subject, cache, max(r.num_tokens for r in rollouts))
     if error is not None and oracle is not None:
         bar = min(ERROR_LIMIT, ERROR_FACTOR * error)
         telling = dense.mean > DENSE_MISMATCH or not evicted or not subject.tiny
@@ -271,8 +276,25 @@ def examine(subject: Subject, cache: CacheConfig, seed: int, error: float | None
         stock_error=error,
         noise_floor=floor,
         backends={str(backend): f for backend, f in figures.items()},
-        passed=passed,
+        passed=passed and idle,
+        note=note,
     )
+
+
+def why_idle(subject: Subject, cache: CacheConfig, longest: int) -> tuple[bool, str]:
+    """Whether a rollout without evictions may pass, and the words for it. KvrlError where the budget is the cause."""
+    if cache.is_dense:
+        return True, "nothing was evicted: policy dense keeps every entry"
+    windows = probe(subject.model).windows
+    if all(window is not None and window <= cache.capacity for window in windows):
+        return True, "nothing was evicted: every layer keeps its sliding window alone, within a slot"
+    if longest <= cache.capacity:
+        raise KvrlError(
+            f"--budget: {cache.budget} and buffer {cache.buffer} hold {cache.capacity} entries, and {subject.name}'s "
+            f"longest sequence has {longest} tokens, so nothing is evicted; lower --budget or raise "
+            "--max_completion_length"
+        )
+    return False, "nothing was evicted"
 
 
 def line(r: Report) -> str:
@@ -285,4 +307,5 @@ def line(r: Report) -> str:
         text += f"  oracle {r.oracle_max_abs_logp_diff:.1e}  stock {r.stock_error:.1e}"
     if r.noise_floor is not None:
         text += f"  floor mean {r.noise_floor.mean:.1e} p99 {r.noise_floor.p99:.1e}"
-    return f"{text}  {'ok' if r.passed else 'MISSED'}"
+    verdict = "ok" if r.passed else "MISSED"
+    return f"{text}  {verdict}" + (f"  ({r.note})" if r.note else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,16 +12,29 @@ from rich.table import Table
 
 
 def read_metrics(output_dir: Path) -> tuple[list[dict], list[dict]]:
-    """Step records and evaluation records of a run. A resumed run's later record of a step wins."""
+    """Step records and evaluation records of a run. A resumed run's later record of a step wins; null is NaN."""
     steps: dict[int, dict] = {}
     evaluations: dict[tuple[int, str], dict] = {}
     for line in (output_dir / "metrics.jsonl").read_text().splitlines():
-        record = json.loads(line)
+        record: dict[str, Any] = {k: math.nan if v is None else v for k, v in json.loads(line).items()}
         if "budget" in record:
             evaluations[record["step"], record["budget"]] = record
         else:
             steps[record["step"]] = record
     return [steps[k] for k in sorted(steps)], list(evaluations.values())
+
+
+def to_json(value: Any, indent: int | None = None) -> str:
+    """JSON that any parser reads: a number that is not finite (no reward was given) becomes null."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, Any]:
@@ -42,7 +56,7 @@ def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, A
         "parity_worst": parity,
         "decodings": rows,
     }
-    (output_dir / "summary.json").write_text(json.dumps(summary, indent=2))
+    (output_dir / "summary.json").write_text(to_json(summary, indent=2))
     table = Table(title="held-out accuracy")
     for name in ("decoding", "start", "end", "KV bytes", "of full cache"):
         table.add_column(name, justify="right")
@@ -65,8 +79,9 @@ def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, A
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:
-    """Trailing mean over `width` steps."""
-    return [sum(values[max(0, i - width + 1) : i + 1]) / min(i + 1, width) for i in range(len(values))]
+    """Trailing mean over `width` steps, of those that have a value; NaN where none has."""
+    parts = [[v for v in values[max(0, i - width + 1) : i + 1] if not math.isnan(v)] for i in range(len(values))]
+    return [sum(part) / len(part) if part else math.nan for part in parts]
 
 
 def plot_reward(path: Path, curves: dict[str, list[float]], evaluations: list[dict]) -> None:

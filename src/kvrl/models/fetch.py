@@ -76,15 +76,17 @@ CHATML = (
 def resolve_model(path_or_name: str | Path) -> str:
     """What `from_pretrained` takes: the fetched folder of a known name, an existing folder, or a hub id.
 
-    Raises KvrlError for a folder without `config.json` and for what is none of the three.
+    Raises KvrlError for a folder without `config.json` or `adapter_config.json`, and for what is none of the three.
     """
     text = str(path_or_name)
     if text in MODELS:
         return str(fetch(text))
     folder = Path(text).expanduser()
     if folder.is_dir():
-        if not (folder / "config.json").is_file():
-            raise KvrlError(f"model: {text} has no config.json; give a folder written by save_pretrained")
+        if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
+            raise KvrlError(
+                f"model: {text} has no config.json and no adapter_config.json; give a folder written by save_pretrained"
+            )
         return str(folder)
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
         return text

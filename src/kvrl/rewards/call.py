@@ -16,6 +16,9 @@ from kvrl.errors import KvrlError
 RewardFunc = Callable[..., Any]
 """func(prompts=list, completions=list[str], **columns: list) -> one float or None per completion."""
 
+RESERVED = ("completions", "prompts", "self")
+"""Names that a data set's column cannot have: a reward function gets its own arguments under them."""
+
 EXCERPT = 60  # characters of a prompt in a message
 
 
@@ -70,6 +73,12 @@ def score(
         raise KvrlError(
             f"reward_weights: {len(weights)} weights for {len(reward_funcs)} reward functions; give one each"
         )
+    for name in RESERVED:
+        if name in columns:
+            raise KvrlError(
+                f"column {name}: the data set has it, but reward functions get {name} from the sampler; "
+                "rename the column"
+            )
     arguments = {"completions": completions} | {
         ("prompts" if name == "prompt" else name): values for name, values in columns.items()
     }

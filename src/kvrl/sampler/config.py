@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from kvrl.errors import KvrlError
+
+MIN_TEMPERATURE = 1e-3
 
 
 class SamplingConfig(BaseModel):
     """How tokens are drawn. Every log-prob, the learner's too, is taken at this temperature and support."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     temperature: float = Field(1.0, ge=0.0)
     """Divides the logits. 0 takes the most likely token and records its log-prob at temperature 1."""
@@ -28,6 +32,17 @@ class SamplingConfig(BaseModel):
     """Strings that end a completion (they stay in it); needs a tokenizer."""
     max_support: int = Field(1024, ge=1)
     """Most ids that a truncated distribution may keep at a token; more is an error, never a silent cut."""
+
+    @model_validator(mode="after")
+    def _can_sample(self) -> SamplingConfig:
+        if 0.0 < self.temperature < MIN_TEMPERATURE:
+            raise KvrlError(
+                f"sampling.temperature: {self.temperature} is so small that logits overflow; use 0 (greedy) or at "
+                f"least {MIN_TEMPERATURE}"
+            )
+        if "" in self.stop:
+            raise KvrlError("sampling.stop: an empty string would end every completion at once; remove it")
+        return self
 
     @property
     def truncates(self) -> bool:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvrl.attention.probe import check_length, prepare, probe
+from kvrl.attention.probe import check_length, prepare, probe, text_config
 from kvrl.attention.sampler import DecodeContext, PrefillContext
 from kvrl.cache.compaction import Compactor
 from kvrl.cache.config import CacheConfig
@@ -22,39 +24,11 @@ from kvrl.cache.trace import KVTrace, num_events, occupancy
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, decoder
 from kvrl.sampler.config import SamplingConfig
+from kvrl.sampler.request import Continue, Prompt, Request
 from kvrl.sampler.routing import RoutingRecorder
 from kvrl.sampler.sampling import Draw, draw
 from kvrl.sampler.types import FinishReason, Rollout, Support
 from kvrl.streams import fold, stream_key, uniform
-
-Continue = Callable[["Request"], Sequence[int] | None]
-"""Called when a completion ends by EOS or stop string: ids to insert (a tool's answer, a user's turn), or None."""
-
-
-@dataclass
-class Request:
-    """One completion being sampled. `forwarded` counts the tokens whose K and V exist."""
-
-    prompt_ids: list[int]
-    prompt_index: int
-    sample_index: int
-    stream: int
-    completion_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    sampled: list[bool] = field(default_factory=list)
-    support: list[Tensor] = field(default_factory=list)
-    routing: list[Tensor] = field(default_factory=list)
-    forwarded: int = 0
-    finish_reason: FinishReason | None = None
-
-
-@dataclass
-class _Prompt:
-    """A prompt and the members of its group that wait for a slot."""
-
-    ids: list[int]
-    index: int
-    waiting: deque[Request]
 
 
 class Engine:
@@ -77,6 +51,8 @@ class Engine:
         scratch_bytes: int = 64 << 20,
         prefill_chunk: int = 512,
     ) -> None:
+        if num_slots < 1:
+            raise KvrlError(f"slots: {num_slots} is below 1; give the number of sequences to decode together")
         if sampling.stop and tokenizer is None:
             raise KvrlError("sampling.stop: stop strings need a tokenizer to read the text; pass tokenizer=")
         self.model, self.cache, self.sampling, self.tokenizer = prepare(model), cache, sampling, tokenizer
@@ -89,6 +65,13 @@ class Engine:
         self.max_prompt_length = max_prompt_length
         self.max_tokens = max_prompt_length + sampling.max_completion_length
         check_length(self.spec.max_length, self.max_tokens, "prompt + sampling.max_completion_length")
+        trained = getattr(text_config(model), "max_position_embeddings", None)
+        if trained is not None and self.max_tokens > trained:
+            warnings.warn(
+                f"prompt + sampling.max_completion_length: {self.max_tokens} tokens are over the {trained} that the "
+                "model was made for (max_position_embeddings); expect poor text beyond",
+                stacklevel=2,
+            )
         # The full cache is a slot of max_tokens entries that never fills: the last token has no forward (contract 2).
         dense = self.policy is None
         self.budget = self.max_tokens - 1 if dense else cache.budget
@@ -135,11 +118,14 @@ class Engine:
         request_ids names each prompt's random stream (its index by default): with seed and sample index it
         alone decides the randomness. Raises KvrlError for prompts that do not fit.
         """
+        prompts = [self._token_ids(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
         self._check(prompts)
-        ids = list(range(len(prompts))) if request_ids is None else list(request_ids)
+        ids = list(range(len(prompts))) if request_ids is None else [operator.index(i) for i in request_ids]
+        if len(ids) != len(prompts):
+            raise KvrlError(f"request_ids: {len(ids)} for {len(prompts)} prompts; give one for each")
         n = self.sampling.num_generations
         waiting = deque(
-            _Prompt(list(p), i, deque(Request(list(p), i, g, stream_key(seed, ids[i], g)) for g in range(n)))
+            Prompt(list(p), i, deque(Request(list(p), i, g, stream_key(seed, ids[i], g)) for g in range(n)))
             for i, p in enumerate(prompts)
         )
         every = [request for prompt in waiting for request in prompt.waiting]
@@ -149,7 +135,7 @@ class Engine:
         with self._sampling_mode() as routing:
             self.routing = routing
             self.head = Head(self.model).frozen()
-            staged: _Prompt | None = None
+            staged: Prompt | None = None
             staged_logits = torch.empty(0)
             while waiting or staged or active:
                 free = [row for row in range(self.num_slots) if row not in active]
@@ -233,6 +219,10 @@ class Engine:
             at = i if len(logits) == len(rows) else row
             streams[at], counts[at] = requests[row].stream, len(requests[row].completion_ids)
         stream, count = torch.tensor([streams, counts], device=self.device)
+        if len(rows) < len(logits):  # idle slots repeat an active one: what they would draw must not matter
+            pick = torch.full((len(logits),), rows[0], device=self.device)
+            pick[rows] = torch.tensor(rows, device=self.device)
+            logits = logits[pick]
         drawn = draw(logits, uniform(fold(stream, count)), self.sampling)
         if not bool(torch.isfinite(drawn.logprobs).all()):
             raise KvrlError(
@@ -242,19 +232,13 @@ class Engine:
 
     def _accept(self, requests: dict[int, Request], drawn: Draw, rows: list[int], on_turn: Continue | None) -> None:
         """Append the drawn tokens and see which requests end or take a turn."""
-        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
-        sizes = drawn.support_sizes.tolist() if drawn.support_sizes is not None else None
+        drawn = drawn.cpu()
         for i, row in enumerate(rows):
-            at = i if len(tokens) == len(rows) else row
             request = requests[row]
-            request.completion_ids.append(tokens[at])
-            request.logprobs.append(logprobs[at])
-            request.sampled.append(True)
-            if sizes is not None and drawn.support_ids is not None:
-                request.support.append(drawn.support_ids[at, : sizes[at]].cpu())
-            request.finish_reason = self._finish_reason(request)
-            if request.finish_reason in ("eos", "stop") and on_turn is not None:
-                self._take_turn(requests, row, request, on_turn)
+            self._append(request, drawn, i if len(drawn.tokens) == len(rows) else row)
+            while on_turn is not None and request.finish_reason in ("eos", "stop"):
+                if not self._take_turn(row, request, on_turn):
+                    break
 
     def _finish_reason(self, request: Request) -> FinishReason | None:
         if request.completion_ids[-1] in self.eos:
@@ -272,16 +256,20 @@ class Engine:
         before = self.tokenizer.decode(ids[-longest - 4 : -1])
         return any(text.count(s) > before.count(s) for s in self.sampling.stop)
 
-    def _take_turn(self, requests: dict[int, Request], row: int, request: Request, on_turn: Continue) -> None:
-        """Insert tokens that the policy did not sample and draw the next one after them (contract 12)."""
-        inserted = on_turn(request)
-        if inserted is None:
-            return
-        room = self.sampling.max_completion_length - len(request.completion_ids)
-        if len(inserted) == 0 or len(inserted) >= room:
-            request.finish_reason = "length" if len(inserted) else request.finish_reason
-            return
-        request.finish_reason = None
+    def _take_turn(self, row: int, request: Request, on_turn: Continue) -> bool:
+        """Insert tokens that the policy did not sample and draw the next one after them (contract 12).
+
+        False if the completion ends as it is.
+        """
+        given = on_turn(request)
+        if given is None:
+            return False
+        inserted = self._token_ids("on_turn", given)
+        if not inserted:
+            return False
+        if len(inserted) >= self.sampling.max_completion_length - len(request.completion_ids):
+            request.finish_reason = "length"
+            return False
         pending = [request.completion_ids[-1], *inserted]
         request.completion_ids.extend(inserted)
         request.logprobs.extend([0.0] * len(inserted))
@@ -289,11 +277,21 @@ class Engine:
         if self.sampling.truncates:
             request.support.extend([torch.empty(0, dtype=torch.int32)] * len(inserted))
         logits = self._prefill(row, request, pending, in_prompt=False)
-        self._accept(requests, self._draw(requests, logits, [row]), [row], on_turn)
+        self._append(request, self._draw({row: request}, logits, [row]), 0)
+        return True
+
+    def _append(self, request: Request, drawn: Draw, at: int) -> None:
+        """Append the token drawn in row `at` and see whether it ends the completion."""
+        request.completion_ids.append(int(drawn.tokens[at]))
+        request.logprobs.append(float(drawn.logprobs[at]))
+        request.sampled.append(True)
+        if drawn.support_ids is not None and drawn.support_sizes is not None:
+            request.support.append(drawn.support_ids[at, : int(drawn.support_sizes[at])].cpu())
+        request.finish_reason = self._finish_reason(request)
 
     # Prefill ----------------------------------------------------------------------------------------------
 
-    def _prefill_prompt(self, prompt: _Prompt, stream: int) -> tuple[Tensor, list[Tensor]]:
+    def _prefill_prompt(self, prompt: Prompt, stream: int) -> tuple[Tensor, list[Tensor]]:
         """Run a prompt alone into the staging row; returns the last token's logits [1, V] and its routing."""
         self.slots.reset(self.num_slots)
         request = Request(prompt.ids, prompt.index, 0, stream)
@@ -353,6 +351,19 @@ class Engine:
             routing=torch.stack(request.routing, dim=1) if request.routing else None,
         )
 
+    def _token_ids(self, what: str, ids: Any) -> list[int]:
+        """ids as plain integers of the vocabulary; KvrlError for text and for anything else."""
+        vocab = text_config(self.model).vocab_size
+        try:
+            out = [operator.index(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
+        except TypeError:
+            raise KvrlError(
+                f"{what}: {str(ids)[:40]!r} is not a list of token ids; encode text by a tokenizer"
+            ) from None
+        if wrong := [i for i in out if not 0 <= i < vocab]:
+            raise KvrlError(f"{what}: id {wrong[0]} is not in the vocabulary of {vocab}; use the model's own tokenizer")
+        return out
+
     def _check(self, prompts: Sequence[Sequence[int]]) -> None:
         """Refuse prompts that do not fit, before any is prefilled."""
         for i, prompt in enumerate(prompts):
@@ -384,30 +395,3 @@ def eos_ids(model: Any) -> list[int]:
     if ids is None:
         ids = model.config.get_text_config().eos_token_id
     return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
-
-
-def rollout(
-    model: nn.Module,
-    prompts: Sequence[Sequence[int]],
-    *,
-    cache: CacheConfig,
-    sampling: SamplingConfig,
-    seed: int = 0,
-    slots: int | None = None,
-    tokenizer: Any = None,
-    request_ids: Sequence[int] | None = None,
-    on_turn: Continue | None = None,
-) -> list[Rollout]:
-    """Sample completions of token-id prompts in a fixed KV budget.
-
-    Returns `sampling.num_generations` consecutive rollouts for each prompt. slots: sequences decoded together
-    (default: all, at most 128); at a given number a request's bits do not depend on the others.
-    Raises KvrlError for a model, policy, budget or prompt that cannot be run exactly.
-    """
-    if not len(prompts):
-        return []
-    num_slots = slots if slots is not None else min(128, len(prompts) * sampling.num_generations)
-    engine = Engine(
-        model, cache, sampling, num_slots=num_slots, max_prompt_length=max(map(len, prompts)), tokenizer=tokenizer
-    )
-    return engine.run(prompts, seed=seed, request_ids=request_ids, on_turn=on_turn)

@@ -20,6 +20,11 @@ class Draw:
     support_ids: Tensor | None = None
     support_sizes: Tensor | None = None
 
+    def cpu(self) -> Draw:
+        """The draw in host memory: one copy for each tensor instead of one for each slot."""
+        parts = (self.tokens, self.logprobs, self.support_ids, self.support_sizes)
+        return Draw(*(None if part is None else part.cpu() for part in parts))  # type: ignore[arg-type]
+
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> Draw:
     """Sample from fp32 logits [S, V] with uniforms [S] in [0, 1).

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
 from kvrl.errors import KvrlError
+from kvrl.sampler.types import Rollout
 from kvrl.train.config_file import explain
 
 Prompt = str | list[dict[str, str]]
@@ -65,7 +66,21 @@ def get_task(name: str, **params: Any) -> Task:
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt: text as it is, chat messages through the tokenizer's template, reply opened."""
+    """Token ids of a prompt: text as it is, chat messages through the tokenizer's template, reply opened.
+
+    Errors: KvrlError for chat messages where the tokenizer has no template.
+    """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
+    if tokenizer.chat_template is None:
+        raise KvrlError(
+            f"prompt: a list of {len(prompt)} chat messages, and the model's tokenizer has no chat template; "
+            "write the prompt as text, or give a model whose tokenizer has a template"
+        )
     return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+
+
+def completion_text(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> str:
+    """What a reward reads: the completion without the EOS that ended it; other special tokens stay in the text."""
+    ended = rollout.finish_reason == "eos"
+    return tokenizer.decode(rollout.completion_ids[:-1] if ended else rollout.completion_ids)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +13,32 @@ import torch
 from torch import nn
 
 from kvrl.errors import KvrlError
+from kvrl.train.config import Config
 
-STATE = "state.json"
+STATE, CONFIG, TRAINING, MODEL = "state.json", "config.json", "optimizer.pt", "model"
+
+MAY_CHANGE = ("output_dir", "overwrite_output_dir", "checkpoint", "eval", "parity", "rollout.slots",
+              "train.micro_batch_tokens", "train.num_threads", "model.gradient_checkpointing")  # fmt: skip
+"""Fields (or whole sections) that may differ when a run is resumed: where it is kept, what is measured, and how
+much memory it takes. `train.max_steps` may grow too, under the constant learning rate."""
 
 
 def save_checkpoint(
     output_dir: Path, step: int, *, model: nn.Module, tokenizer: Any, optimizer: Any, scheduler: Any, state: dict,
-    keep: int,
+    config: Config,
 ) -> Path:  # fmt: skip
-    """Write `checkpoints/step-N` (whole or not at all) after step N and delete the oldest beyond `keep`."""
+    """Write `checkpoints/step-N` (whole or not at all) after step N; delete the oldest beyond `checkpoint.keep`."""
     folder = output_dir / "checkpoints" / f"step-{step:06d}"
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    save_model(partial / "model", model, tokenizer)
+    save_model(partial / MODEL, model, tokenizer)
     torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
-                "torch_rng": torch.get_rng_state()}, partial / "optimizer.pt")  # fmt: skip
+                "torch_rng": torch.get_rng_state()}, partial / TRAINING)  # fmt: skip
+    (partial / CONFIG).write_text(config.model_dump_json(indent=2))
     (partial / STATE).write_text(json.dumps({"step": step, **state}, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)
-    for old in _checkpoints(output_dir)[:-keep]:
+    for old in _checkpoints(output_dir)[: -config.checkpoint.keep]:
         shutil.rmtree(old)
     return folder
 
@@ -60,16 +69,69 @@ def find_checkpoint(output_dir: Path, resume: str | None) -> Path | None:
 
 def load_state(folder: Path) -> dict[str, Any]:
     """Where the run stood: step, data position and counters."""
-    return json.loads((folder / STATE).read_text())
+    return _read_json(folder / STATE)
+
+
+def check_resume(folder: Path, config: Config) -> None:
+    """Raise KvrlError for a checkpoint that `config` cannot continue: incomplete, of another run, or past its end."""
+    for name in (STATE, CONFIG, TRAINING, MODEL):
+        if not (folder / name).exists():
+            raise KvrlError(f"checkpoint.resume: {folder / name} is missing; resume from a complete checkpoint")
+    step = load_state(folder)["step"]
+    before, now = _read_json(folder / CONFIG), config.model_dump(mode="json")
+    for field, was, wanted in _differences(before, now):
+        longer = field == "train.max_steps" and wanted > was and config.train.lr_scheduler == "constant"
+        end = field == "train.max_steps" and step > wanted
+        if any(field == name or field.startswith(f"{name}.") for name in MAY_CHANGE) or longer or end:
+            continue
+        raise KvrlError(
+            f"checkpoint.resume: {field} is {wanted!r}, and the run of {folder} had {was!r}; set {field} to "
+            f"{was!r}, or start a new run in another output_dir"
+        )
+    if step > config.train.max_steps:
+        raise KvrlError(
+            f"train.max_steps: {config.train.max_steps} is below step {step} of {folder}; raise it to at least {step}"
+        )
+    output_dir = Path(config.output_dir)
+    elsewhere = folder.resolve().parent != (output_dir / "checkpoints").resolve()
+    if elsewhere and (output_dir / "metrics.jsonl").exists():
+        raise KvrlError(
+            f"output_dir: {output_dir} holds another run than {folder}; give the run's own folder, or an empty one"
+        )
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """(dotted field, value before, value now) wherever two configurations differ; None for a field without value."""
+    for name in dict.fromkeys([*now, *before]):
+        was, is_now = before.get(name), now.get(name)
+        if isinstance(was, dict) and isinstance(is_now, dict):
+            yield from _differences(was, is_now, f"{prefix}{name}.")
+        elif was != is_now:
+            yield prefix + name, was, is_now
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except ValueError as error:
+        raise KvrlError(f"checkpoint.resume: {file} is no JSON ({error}); resume from another checkpoint") from None
 
 
 def load_training(folder: Path, optimizer: Any, scheduler: Any) -> None:
     """Restore optimiser, scheduler and the global random stream."""
-    saved = torch.load(folder / "optimizer.pt", weights_only=True)
+    file = folder / TRAINING
+    try:
+        saved = torch.load(file, weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        reason = " ".join(str(error).split())[:80]
+        raise KvrlError(
+            f"checkpoint.resume: {file} cannot be read ({reason}); resume from another checkpoint"
+        ) from None
     optimizer.load_state_dict(saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])
     torch.set_rng_state(saved["torch_rng"])
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
-    return sorted(p for p in (output_dir / "checkpoints").glob("step-*") if (p / STATE).is_file())
+    found = (output_dir / "checkpoints").glob("step-*")
+    return sorted(p for p in found if (p / STATE).is_file() and p.suffix != ".partial")

@@ -74,7 +74,7 @@ class RolloutSettings(Section):
     slots: int | None = Field(None, ge=1)
     """Sequences decoded at once. Default: prompts_per_step * num_generations, at most 128."""
     on_small_budget: Literal["stop", "drop"] = "stop"
-    """A prompt whose protected entries exceed cache.budget stops the run, or is dropped and counted."""
+    """A prompt, held out or not, whose protected entries exceed the budget stops the run, or is dropped and counted."""
 
 
 class ReplaySettings(Section):
@@ -177,7 +177,7 @@ class EvalSettings(Section):
     n: int = Field(256, ge=0)
     """Held-out problems. 0: no evaluation."""
     budgets: list[Budget] | None = Field(None, min_length=1)
-    """Cache budgets evaluated, `full` for the whole cache. Default: cache.budget and full."""
+    """Cache budgets evaluated, `full` for the whole cache. Default: cache.budget (unless the policy is dense), full."""
     seed: int = Field(0, ge=0)
     """Seed of the held-out problems and of their sampling: the same at each evaluation."""
 
@@ -261,7 +261,7 @@ class Config(Section):
     @property
     def eval_budgets(self) -> list[int | Literal["full"]]:
         """Cache budgets of the evaluation, `full` for the whole cache."""
-        return self.eval.budgets or [self.cache.budget, "full"]
+        return self.eval.budgets or (["full"] if self.cache.is_dense else [self.cache.budget, "full"])
 
     @model_validator(mode="after")
     def _group_size_has_one_place(self) -> Config:
@@ -295,6 +295,11 @@ class Config(Section):
         for budget in self.eval_budgets:
             if budget == "full":
                 continue
+            if self.cache.is_dense:
+                raise KvrlError(
+                    f"eval.budgets: {budget} has no meaning under cache.policy dense, which keeps every entry; "
+                    "set eval.budgets to [full], or cache.policy to one that `kvrl policies` lists"
+                )
             try:
                 make_policy(self.cache.model_copy(update={"budget": budget}))
             except KvrlError as error:

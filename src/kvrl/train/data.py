@@ -43,7 +43,10 @@ class PromptStream:
         while len(taken) < count:
             number = self.position
             row = self._row(number)
-            ids = encode_prompt(self.tokenizer, row["prompt"])
+            try:
+                ids = encode_prompt(self.tokenizer, row["prompt"])
+            except KvrlError as error:
+                raise KvrlError(f"prompt {number}: {error}") from None
             self.position += 1
             try:
                 if self.policy is not None:

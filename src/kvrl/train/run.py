@@ -15,7 +15,7 @@ from torch import nn
 from kvrl.errors import KvrlError
 from kvrl.learner import Scorer
 from kvrl.tasks import Task, get_task
-from kvrl.train.checkpoint import find_checkpoint, load_state, load_training, save_model
+from kvrl.train.checkpoint import check_resume, find_checkpoint, load_state, load_training, save_model
 from kvrl.train.config import Config
 from kvrl.train.data import PromptStream
 from kvrl.train.optimizer import MasterAdamW, make_optimizer, make_scheduler
@@ -48,6 +48,8 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
         torch.set_num_threads(config.train.num_threads)
     output_dir = Path(config.output_dir)
     resumed = find_checkpoint(output_dir, config.checkpoint.resume)
+    if resumed is not None:
+        check_resume(resumed, config)
     torch.manual_seed(config.seed)
     accelerator = Accelerator()
     task = get_task(config.task.name, **config.task.params)
@@ -74,6 +76,7 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     state = load_state(resumed)
     load_training(resumed, optimizer, scheduler)
     prompts.position, prompts.dropped, run.skipped = state["position"], state["dropped"], state["skipped"]
+    prompts.block = state["block"]  # a longer run goes on with the order that the shorter one had
     return run, state["step"]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvrl.eval.evaluate import Evaluation, evaluation_table
+from kvrl.eval.report import to_json
 
 COLUMNS = (
     ("reward", "reward", "{:.3f}"),
@@ -69,6 +69,6 @@ class RunLog:
         self.say(evaluation_table(results, f"held out, step {step}"))
 
     def keep(self, record: dict) -> None:
-        """Append one record to metrics.jsonl, flushed: a killed run keeps what it measured."""
-        self.file.write(json.dumps(record) + "\n")
+        """Append one record to metrics.jsonl, flushed: a killed run keeps what it measured. NaN is null."""
+        self.file.write(to_json(record) + "\n")
         self.file.flush()

@@ -37,7 +37,7 @@ def load_policy(config: Config, task: Task, folder: Path | None) -> tuple[nn.Mod
         for parameter in model.parameters():  # parameters alone: `model.to` would round RoPE's frequencies too
             parameter.data = parameter.data.to(DTYPES[config.model.dtype])
     else:
-        model, tokenizer = load_model(start, config.model.dtype)
+        model, tokenizer = load_model(start, config.model.dtype, merge=True)
     if config.lora is not None:
         model = add_lora(model, config, folder)
     if config.model.gradient_checkpointing:
@@ -47,15 +47,40 @@ def load_policy(config: Config, task: Task, folder: Path | None) -> tuple[nn.Mod
     return model, tokenizer
 
 
-def load_model(path: str, dtype: str) -> tuple[nn.Module, Any]:
-    """A model folder, a fetched name or a hub name, with its tokenizer. KvrlError if there is none."""
+def load_model(path: str, dtype: str, *, merge: bool = False) -> tuple[nn.Module, Any]:
+    """A model folder, a fetched name or a hub name, with its tokenizer. KvrlError if there is none.
+
+    A folder of LoRA adapters is loaded on the base model that it names. merge: fold the adapters into the base's
+    weights, so that all of them can be trained or get new adapters (bfloat16 rounds them).
+    """
     folder = resolve_model(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+        if not (Path(folder) / "adapter_config.json").is_file():
+            return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]), tokenizer
+        from peft import PeftModel
+
+        base = AutoModelForCausalLM.from_pretrained(base_of_adapters(folder), dtype=DTYPES[dtype])
+        model = PeftModel.from_pretrained(base, folder)
     except OSError as error:
         raise KvrlError(f"model.path: {path} cannot be loaded ({str(error).splitlines()[0]})") from error
-    return model, tokenizer
+    return model.merge_and_unload().requires_grad_(True) if merge else model, tokenizer
+
+
+def base_of_adapters(folder: str) -> str:
+    """What the base model of a folder of adapters is loaded from. KvrlError if the folder names none that exists."""
+    from peft import PeftConfig
+
+    base = PeftConfig.from_pretrained(folder).base_model_name_or_path
+    if not base:
+        raise KvrlError(
+            f"model.path: {folder} holds LoRA adapters and names no base model (one that started from `tiny` was "
+            "never saved); train from a model folder"
+        )
+    try:
+        return resolve_model(base)
+    except KvrlError as error:
+        raise KvrlError(f"model.path: {folder} holds LoRA adapters whose base model is missing: {error}") from None
 
 
 def add_lora(model: nn.Module, config: Config, folder: Path | None) -> nn.Module:
@@ -65,6 +90,11 @@ def add_lora(model: nn.Module, config: Config, folder: Path | None) -> nn.Module
     assert config.lora is not None
     if folder is not None:
         return PeftModel.from_pretrained(model, folder, is_trainable=True)
+    modules = [name for name, _ in model.named_modules()]
+    for wanted in config.lora.modules_to_save:
+        if not any(name == wanted or name.endswith(f".{wanted}") for name in modules):
+            known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in modules} - {""} - set(map(str, range(999)))))
+            raise KvrlError(f"lora.modules_to_save: {wanted} is no module of the model; choose among {known}")
     lora = LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora.r,

@@ -17,8 +17,9 @@ from kvrl.eval.evaluate import Evaluation, evaluate
 from kvrl.learner import Scorer, sampler_logprobs
 from kvrl.objectives.losses import LossNormaliser, mean_metrics, merge_metrics, policy_loss
 from kvrl.rewards.call import score
-from kvrl.sampler.engine import rollout
+from kvrl.sampler.rollout import rollout
 from kvrl.sampler.types import Rollout
+from kvrl.tasks import completion_text
 from kvrl.train.batch import Batch, Cut, micro_batches, minibatches
 from kvrl.train.checkpoint import save_checkpoint, save_model
 from kvrl.train.config import Config
@@ -165,7 +166,7 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float
         tokenizer=run.tokenizer,
         request_ids=[row.number for row in rows],
     )
-    texts = [run.tokenizer.decode(r.completion_ids) for r in rollouts]
+    texts = [completion_text(run.tokenizer, r) for r in rollouts]
     columns = columns_of([row.row for row in rows for _ in range(config.grpo.num_generations)])
     scores = score([run.task.reward], None, texts, columns, on_error=config.reward.on_error)
     stats = rollouts[0].stats
@@ -199,6 +200,7 @@ def evaluate_now(run: Run) -> list[Evaluation]:
     return evaluate(
         run.model, run.tokenizer, run.task, cache=config.cache, budgets=config.eval_budgets,
         sampling=config.sampling, n=config.eval.n, seed=config.eval.seed, slots=config.slots,
+        on_small_budget=config.rollout.on_small_budget,
     )  # fmt: skip
 
 
@@ -230,10 +232,11 @@ def train(config: Config) -> dict[str, Any]:
             if config.eval.every and step % config.eval.every == 0 and step < config.train.max_steps:
                 evaluate_at(step)
             if config.checkpoint.every and step % config.checkpoint.every == 0:
-                state = {"position": run.prompts.position, "dropped": run.prompts.dropped, "skipped": run.skipped}
+                state = {"position": run.prompts.position, "dropped": run.prompts.dropped, "skipped": run.skipped,
+                         "block": run.prompts.block}  # fmt: skip
                 save_checkpoint(
                     output_dir, step, model=run.model, tokenizer=run.tokenizer, optimizer=run.optimizer,
-                    scheduler=run.scheduler, state=state, keep=config.checkpoint.keep,
+                    scheduler=run.scheduler, state=state, config=config,
                 )  # fmt: skip
         save_model(output_dir / "model", run.model, run.tokenizer)
         evaluate_at(config.train.max_steps)
@@ -242,7 +245,10 @@ def train(config: Config) -> dict[str, Any]:
 
 
 def check_output_dir(config: Config) -> None:
-    """Raise KvrlError rather than write over another run."""
+    """Raise KvrlError rather than write over another run, or into what is no folder."""
+    for path in (Path(config.output_dir), *Path(config.output_dir).parents):
+        if path.exists() and not path.is_dir():
+            raise KvrlError(f"output_dir: {path} is a file; give the path of a folder")
     occupied = (Path(config.output_dir) / "metrics.jsonl").exists()
     if occupied and config.checkpoint.resume is None and not config.overwrite_output_dir:
         raise KvrlError(

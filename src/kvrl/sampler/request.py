@@ -1,0 +1,42 @@
+"""What the engine keeps of a completion while it is being sampled."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from kvrl.sampler.types import FinishReason
+
+Continue = Callable[["Request"], Sequence[int] | None]
+"""Called when a completion ends by EOS or stop string: ids to insert (a tool's answer, a user's turn), or None.
+
+Ids that leave no room for another sampled token end the completion with finish_reason `length`."""
+
+
+@dataclass
+class Request:
+    """One completion being sampled. `forwarded` counts the tokens whose K and V exist."""
+
+    prompt_ids: list[int]
+    prompt_index: int
+    sample_index: int
+    stream: int
+    completion_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    support: list[Tensor] = field(default_factory=list)
+    routing: list[Tensor] = field(default_factory=list)
+    forwarded: int = 0
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Prompt:
+    """A prompt and the members of its group that wait for a slot."""
+
+    ids: list[int]
+    index: int
+    waiting: deque[Request]
