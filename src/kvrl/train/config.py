@@ -29,8 +29,9 @@ NonNegative = Annotated[float, Field(ge=0)]
 MAX_DEFAULT_SLOTS = 128
 
 # |logp sampler - logp replay| per token: (mean, p99). float32 leaves room over kernel rounding (about 1e-6);
-# bfloat16 over the noise between a cached and an uncached forward, which a dense rollout shows too.
-PARITY_TOLERANCES: dict[str, tuple[float, float]] = {"float32": (1e-5, 1e-4), "bfloat16": (0.03, 0.3)}
+# bfloat16 over the noise between a cached and an uncached forward: 0.027 and 0.15 on SmolLM2's open text
+# without any eviction (`kvrl parity --model smollm2-135m --dtype bfloat16`), where a dense learner is off by 0.13.
+PARITY_TOLERANCES: dict[str, tuple[float, float]] = {"float32": (1e-5, 1e-4), "bfloat16": (0.05, 0.3)}
 
 
 class Section(BaseModel):
@@ -186,7 +187,7 @@ class ParitySettings(Section):
     samples: int = Field(16, ge=1)
     """Completions of each step on which |logp sampler - logp replay| is measured before any update."""
     mean_tolerance: Positive | None = None
-    """Mean above which the run stops. Default: 1e-5 in float32, 0.03 in bfloat16."""
+    """Mean above which the run stops. Default: 1e-5 in float32, 0.05 in bfloat16."""
     p99_tolerance: Positive | None = None
     """99th percentile above which the run stops. Default: 1e-4 in float32, 0.3 in bfloat16."""
     dense_every: int = Field(10, ge=0)
