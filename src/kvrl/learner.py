@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -112,21 +112,8 @@ class Scorer(nn.Module):
             raise KvrlError(f"view: {view!r} is not one of {', '.join(get_args(View))}")
         if not rollouts:
             raise KvrlError("rollouts: is empty; give at least one")
-        device = next(self.model.parameters()).device
-        for i, r in enumerate(rollouts):
-            if r.trace.num_tokens != r.num_tokens:
-                raise KvrlError(
-                    f"rollouts[{i}]: its trace covers {r.trace.num_tokens} tokens, the rollout has {r.num_tokens}; "
-                    "decisions and tokens of different samples were paired"
-                )
-        config = text_config(self.model)
-        shape = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-        for i, r in enumerate(rollouts):
-            if tuple(r.trace.events.shape[:2]) != shape:
-                raise KvrlError(
-                    f"rollouts[{i}]: its trace has {tuple(r.trace.events.shape[:2])} layers and KV heads, the model "
-                    f"{shape}; it was sampled from another model"
-                )
+        device, config = next(self.model.parameters()).device, text_config(self.model)
+        check_traces(rollouts, config)
         length = max(r.num_tokens for r in rollouts)
         check_length(rope_limit(config), length, "rollouts")
         ids = torch.zeros(len(rollouts), length, dtype=torch.long)
@@ -137,6 +124,22 @@ class Scorer(nn.Module):
         positions = torch.arange(length, device=device).expand(len(rollouts), -1)
         trunk = decoder(self.model)
         return trunk(input_ids=ids.to(device), position_ids=positions, use_cache=False, kv=context).last_hidden_state
+
+
+def check_traces(rollouts: Sequence[Rollout], config: Any) -> None:
+    """Raise KvrlError for a trace that belongs to other tokens or to another model."""
+    shape = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+    for i, r in enumerate(rollouts):
+        if r.trace.num_tokens != r.num_tokens:
+            raise KvrlError(
+                f"rollouts[{i}]: its trace covers {r.trace.num_tokens} tokens, the rollout has {r.num_tokens}; "
+                "decisions and tokens of different samples were paired"
+            )
+        if tuple(r.trace.events.shape[:2]) != shape:
+            raise KvrlError(
+                f"rollouts[{i}]: its trace has {tuple(r.trace.events.shape[:2])} layers and KV heads, the model "
+                f"{shape}; it was sampled from another model"
+            )
 
 
 def make_targets(rollouts: Sequence[Rollout], device: torch.device | str) -> Targets:
