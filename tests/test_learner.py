@@ -48,7 +48,7 @@ def test_entropy_by_hand(fields):
     lm = model()
     rollouts = sample(lm, new=6, sampling_fields=fields)
     with torch.no_grad():
-        _, entropy = Scorer(lm)(rollouts, view="dense", entropy=True)
+        entropy = Scorer(lm)(rollouts, view="dense").entropy
         for i, r in enumerate(rollouts):
             logits = stock()(torch.tensor([r.token_ids])).logits[0, len(r.prompt_ids) - 1 : -1] / r.temperature
             for t in range(6):

@@ -13,12 +13,13 @@ from typing import Literal, NoReturn
 
 from kvrl.errors import KvrlError
 
-METHODS = ("dense", "naive", "corrected", "shadow_mask")
+METHODS = ("dense", "naive", "corrected", "sparse_rl", "shadow_mask")
 DTYPES = ("float32", "bfloat16")
 
 # What is not a field of the configuration
 TRAIN_FLAGS = {"--help"}
 COMPARE_FLAGS = {"--help", "--methods", "--seeds", "--first_seed", "--json"}
+PLAN_FLAGS = {"--help", "--memory", "--prompt_length", "--json"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -51,6 +52,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_eval(commands)
     _add_parity(commands)
     _add_compare(commands)
+    _add_study(commands)
+    _add_variance(commands)
+    _add_plan(commands)
     _command(commands, "policies", _policies, "list the eviction policies with papers and parameters")
     fetch = _command(commands, "fetch", _fetch, "get a model into the user's cache and print its folder")
     fetch.add_argument("name", metavar="NAME", help="smollm2-135m")
@@ -59,9 +63,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = build_parser()
-    if arguments[:1] not in (["train"], ["compare"]):
+    flags = {"train": TRAIN_FLAGS, "compare": COMPARE_FLAGS, "plan": PLAN_FLAGS}
+    own = flags.get(arguments[0]) if arguments else None
+    if own is None:
         return parser.parse_args(arguments)
-    own = TRAIN_FLAGS if arguments[0] == "train" else COMPARE_FLAGS
     rest, overrides = split_overrides(arguments, own)
     args = parser.parse_args(rest)
     args.overrides = overrides
@@ -102,11 +107,14 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 def _add_eval(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "eval", _eval, "accuracy and KV bytes of a model under several cache budgets")
     parser.add_argument("model", metavar="MODEL", help="a model folder, a fetched name, or a hub name")
-    parser.add_argument("--task", required=True, help="a name of the task registry")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--task", help="a name of the task registry")
+    what.add_argument("--benchmark", help="math7: seven sets of mathematics, accuracy of each and their mean")
+    parser.add_argument("--data_dir", default=None, help="the benchmark's files (default: the hub)")
     parser.add_argument("--task_params", type=_yaml_mapping, default={}, metavar="YAML", help="e.g. '{max_steps: 20}'")
     parser.add_argument("--budgets", type=parse_budgets, default=["full"], help="e.g. 24,32,48,full")
     _add_cache_flags(parser, policy="rkv")
-    parser.add_argument("--n", type=_positive, default=256, help="held-out problems")
+    parser.add_argument("--n", type=_positive, default=None, help="held-out problems (256), or most of each set (all)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
     parser.add_argument("--max_completion_length", type=_positive, default=256)
     parser.add_argument("--slots", type=_positive, default=None, help="sequences decoded at once")
@@ -129,9 +137,44 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     text = "train CONFIG under each method and seed: table and plot. Fields can be flags, as in train"
     parser = _command(commands, "compare", _compare, text)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("--methods", type=parse_methods, default=list(METHODS), help=",".join(METHODS))
+    parser.add_argument("--methods", type=parse_methods, default=["dense", "naive", "corrected", "shadow_mask"],
+                        help="of " + ",".join(METHODS))
     parser.add_argument("--seeds", type=_positive, default=3, help="how many seeds for each method")
     parser.add_argument("--first_seed", type=_natural, default=0, help="seeds are first_seed, first_seed + 1, ...")
+    parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
+
+
+def _add_study(commands: argparse._SubParsersAction) -> None:
+    text = "tune and run the variants of study files, on all cores: tables with intervals, plots, and a page of results"
+    parser = _command(commands, "study", _study, text)
+    parser.add_argument("studies", metavar="STUDY", nargs="+", help="a YAML file, see examples/results")
+    parser.add_argument("--output_dir", default="runs/results", metavar="FOLDER", help="runs, tables and plots")
+    parser.add_argument("--jobs", type=_positive, default=2, help="runs at once, each on one core")
+    parser.add_argument("--report", default=None, metavar="FILE.md", help="a page that takes the tables in")
+    parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
+
+
+def _add_variance(commands: argparse._SubParsersAction) -> None:
+    text = "the spread of the sequence log-ratio against length, for a dense learner and for replay: table and plot"
+    parser = _command(commands, "variance", _variance, text)
+    parser.add_argument("--model", default="tiny", help="tiny, tiny:FAMILY, smollm2-135m, or a model folder")
+    parser.add_argument("--lengths", type=parse_lengths, default=[64, 128, 256, 512, 1024], help="e.g. 64,128,256")
+    _add_cache_flags(parser, policy="rkv")
+    parser.add_argument("--budget", type=_positive, default=None, help="default: by model")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--n", type=_positive, default=32, metavar="SAMPLES", help="sequences")
+    parser.add_argument("--task", default=None, help="take the prompts from this task (for a trained model folder)")
+    parser.add_argument("--task_params", type=_yaml_mapping, default={}, metavar="YAML", help="e.g. '{max_steps: 20}'")
+    parser.add_argument("--output", default="variance.png", metavar="FILE.png")
+    _add_common(parser)
+
+
+def _add_plan(commands: argparse._SubParsersAction) -> None:
+    text = "the memory that CONFIG needs, and how many sequences fit. Fields can be flags, as in train"
+    parser = _command(commands, "plan", _plan, text)
+    parser.add_argument("config", metavar="CONFIG", help="a YAML file")
+    parser.add_argument("--memory", type=parse_bytes, default=None, help="of the device, e.g. 24GiB")
+    parser.add_argument("--prompt_length", type=_positive, default=None, help="tokens of the longest prompt")
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
 
 
@@ -150,6 +193,25 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def parse_budgets(text: str) -> list[int | Literal["full"]]:
     """`24,48,full` as `[24, 48, "full"]`."""
     return ["full" if part == "full" else _positive(part) for part in text.split(",")]
+
+
+def parse_lengths(text: str) -> list[int]:
+    """`256,64` as `[64, 256]`."""
+    return sorted({_positive(part) for part in text.split(",")})
+
+
+def parse_bytes(text: str) -> int:
+    """`24GiB`, `80GB` or `512MiB` in bytes; the unit must be there."""
+    units = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+    number = text.rstrip("abgimABGIM")
+    unit = text[len(number) :].upper()
+    try:
+        size = int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        size = 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 24GiB, 80GB or 512MiB")
+    return size
 
 
 def parse_methods(text: str) -> list[str]:
@@ -216,6 +278,24 @@ def _compare(args: argparse.Namespace) -> None:
     from kvrl.eval.compare import run_compare
 
     run_compare(args)
+
+
+def _study(args: argparse.Namespace) -> None:
+    from kvrl.eval.study import run_study
+
+    run_study(args)
+
+
+def _variance(args: argparse.Namespace) -> None:
+    from kvrl.eval.variance import run_variance
+
+    run_variance(args)
+
+
+def _plan(args: argparse.Namespace) -> None:
+    from kvrl.plan import run_plan
+
+    run_plan(args)
 
 
 def _policies(args: argparse.Namespace) -> None:

@@ -55,6 +55,16 @@ class Head:
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
+def restrict(logits: Tensor, support: Tensor | None) -> Tensor:
+    """Logits [P, V] of the ids that a truncated distribution kept, [P, max kept]; all of them without `support`.
+
+    support [P, max kept] holds the kept ids, -1 beyond: the learner renormalises on them, never recomputes them.
+    """
+    if support is None:
+        return logits
+    return logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, float("-inf"))
+
+
 @torch.no_grad()
 def check_head(model: nn.Module) -> None:
     """Raise KvrlError unless `Head.finish` is what the model does to its head's output.

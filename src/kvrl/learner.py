@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kvrl.attention.probe import check_length, prepare, rope_limit, text_config
-from kvrl.attention.replay import Backend, ReplayContext
+from kvrl.attention.probe import prepare
+from kvrl.attention.replay import Backend
+from kvrl.critic import Critic
+from kvrl.distill import Distillation
 from kvrl.errors import KvrlError
-from kvrl.head import Head, check_head, decoder
+from kvrl.head import Head, check_head, restrict
 from kvrl.sampler.types import Rollout
-
-View = Literal["sparse", "dense"]
+from kvrl.views import View, hidden_states
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,11 @@ class Targets:
     column: Tensor  # int64 [P], index in the completion
     token: Tensor  # int64 [P]
     support: Tensor | None  # int64 [P, max kept], -1 beyond; None if nothing was cut
+
+    @property
+    def at(self) -> tuple[Tensor, Tensor]:
+        """Index of the predicting hidden states."""
+        return self.row, self.predictor
 
 
 def completion_mask(rollouts: Sequence[Rollout], device: torch.device | str = "cpu") -> Tensor:
@@ -63,83 +70,74 @@ def logprobs(
     the model in one batch; chunk bounds the tokens whose logits exist at once.
     Raises KvrlError for a trace that does not fit its tokens or a model that cannot be replayed.
     """
-    return Scorer(model, backend=backend, chunk=chunk)(list(rollouts), view=view)[0]
+    return Scorer(model, backend=backend, chunk=chunk)(list(rollouts), view=view).logps
+
+
+class Scored(NamedTuple):
+    """What one forward of the learner gives for N rollouts: f32 [N, max C], 0 at padding and inserted tokens."""
+
+    logps: Tensor
+    """Log-probs of the sampled tokens, differentiable."""
+    entropy: Tensor
+    """Nats, without gradient."""
+    values: Tensor | None = None
+    """The critic's, differentiable."""
+    divergence: Tensor | None = None
+    """Nats, differentiable: the distillation's KL between the whole distributions of the two views."""
+    top_k_error: Tensor | None = None
+    """Nats, without gradient: what the divergence lacks because of `top_k`."""
 
 
 class Scorer(nn.Module):
-    """The module that a trainer wraps (DDP, FSDP): trunk and chunked head inside one forward."""
+    """The module that a trainer wraps (DDP, FSDP): trunk, chunked head and critic inside one forward."""
 
-    def __init__(self, model: nn.Module, *, backend: Backend = "segments", chunk: int = 1024) -> None:
+    def __init__(
+        self, model: nn.Module, *, backend: Backend = "segments", chunk: int = 1024, critic: Critic | None = None
+    ) -> None:
         super().__init__()
         if chunk < 1:
             raise KvrlError(f"replay.logprob_chunk: {chunk} is below 1; give the tokens whose logits may exist at once")
         self.model = prepare(model)
         check_head(model)
-        self.backend, self.chunk = backend, chunk
+        self.backend, self.chunk, self.critic = backend, chunk, critic
 
     def forward(
-        self, rollouts: Sequence[Rollout], *, view: View = "sparse", entropy: bool = False
-    ) -> tuple[Tensor, Tensor | None]:
-        """Log-probs f32 [N, max C] and, if asked, the entropies in nats without gradient, of the same shape."""
-        hidden = self.hidden_states(rollouts, view)  # [N, T, E]
-        device = hidden.device
-        targets = make_targets(rollouts, device)
-        temperature = torch.tensor([r.temperature for r in rollouts], device=device)
-        head = Head(self.model)
-        logps, entropies = [], []
-        for start in range(0, len(targets.token), self.chunk):
-            part = slice(start, start + self.chunk)
-            row = targets.row[part]
-            support = None if targets.support is None else targets.support[part]
-            given = (head, hidden[row, targets.predictor[part]], targets.token[part], temperature[row], support)
-            # Recomputed in the backward pass, so that no chunk's logits outlive it
-            grad = torch.is_grad_enabled()
-            lp, ent = checkpoint(score_chunk, *given, use_reentrant=False) if grad else score_chunk(*given)
-            logps.append(lp)
-            entropies.append(ent)
+        self, rollouts: Sequence[Rollout], *, view: View = "sparse", distill: Distillation | None = None
+    ) -> Scored:
+        """Everything that the objective needs of these rollouts, under a view; with `distill`, of both views."""
+        hidden = hidden_states(self.model, rollouts, view, self.backend)  # [N, T, E]
+        targets = make_targets(rollouts, hidden.device)
+        temperature = torch.tensor([r.temperature for r in rollouts], device=hidden.device)[targets.row]  # [P]
+        given = (targets.token, temperature, targets.support)
+        logps, entropy = self.in_chunks(partial(score_chunk, Head(self.model)), hidden[targets.at], *given)
+        values = divergence = error = None
+        if self.critic is not None:
+            values = self.critic(hidden, rollouts, view, self.backend)[targets.at]  # [P]
+        if distill is not None:
+            student, teacher = distill.hidden_states(self.model, rollouts, view, hidden, self.backend)
+            divergence, error = self.in_chunks(
+                partial(distill.chunk, self.model), student[targets.at], teacher[targets.at], *given[1:]
+            )
+
         shape = (len(rollouts), max(len(r.completion_ids) for r in rollouts))
-        index = (targets.row, targets.column)
-        if not logps:  # nothing was sampled: zeros that still hang on the model's graph
-            logps, entropies = [hidden.flatten()[:0].float()], [hidden.flatten()[:0].float()]
-        out = hidden.new_zeros(shape, dtype=logps[0].dtype).index_put(index, torch.cat(logps))
-        if not entropy:
-            return out, None
-        return out, out.detach().new_zeros(shape).index_put(index, torch.cat(entropies))
 
-    def hidden_states(self, rollouts: Sequence[Rollout], view: View = "sparse") -> Tensor:
-        """The trunk's last hidden states under a view, [N, T, E], right-padded."""
-        if view not in get_args(View):
-            raise KvrlError(f"view: {view!r} is not one of {', '.join(get_args(View))}")
-        if not rollouts:
-            raise KvrlError("rollouts: is empty; give at least one")
-        device, config = next(self.model.parameters()).device, text_config(self.model)
-        check_traces(rollouts, config)
-        length = max(r.num_tokens for r in rollouts)
-        check_length(rope_limit(config), length, "rollouts")
-        ids = torch.zeros(len(rollouts), length, dtype=torch.long)
-        for i, r in enumerate(rollouts):
-            ids[i, : r.num_tokens] = torch.tensor(r.token_ids)
-        traces = [r.trace for r in rollouts] if view == "sparse" else None
-        context = ReplayContext(traces, length, backend=self.backend, device=device)
-        positions = torch.arange(length, device=device).expand(len(rollouts), -1)
-        trunk = decoder(self.model)
-        return trunk(input_ids=ids.to(device), position_ids=positions, use_cache=False, kv=context).last_hidden_state
+        def spread(x: Tensor | None) -> Any:
+            index = (targets.row, targets.column)
+            return None if x is None else x.new_zeros(shape).index_put(index, x)
 
+        return Scored(*map(spread, (logps, entropy, values, divergence, error)))
 
-def check_traces(rollouts: Sequence[Rollout], config: Any) -> None:
-    """Raise KvrlError for a trace that belongs to other tokens or to another model."""
-    shape = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    for i, r in enumerate(rollouts):
-        if r.trace.num_tokens != r.num_tokens:
-            raise KvrlError(
-                f"rollouts[{i}]: its trace covers {r.trace.num_tokens} tokens, the rollout has {r.num_tokens}; "
-                "decisions and tokens of different samples were paired"
-            )
-        if tuple(r.trace.events.shape[:2]) != shape:
-            raise KvrlError(
-                f"rollouts[{i}]: its trace has {tuple(r.trace.events.shape[:2])} layers and KV heads, the model "
-                f"{shape}; it was sampled from another model"
-            )
+    def in_chunks(self, func: Callable, first: Tensor, *more: Tensor | None) -> list[Tensor]:
+        """func on slices of tensors [P, ...]: two results [P], differentiable.
+
+        Each slice is recomputed in the backward pass, so that no chunk's logits outlive it.
+        """
+        given, parts = (first, *more), []
+        for start in range(0, max(len(first), 1), self.chunk):  # once without tokens: zeros on the model's graph
+            chunk = [None if x is None else x[start : start + self.chunk] for x in given]
+            grad = torch.is_grad_enabled()
+            parts.append(checkpoint(func, *chunk, use_reentrant=False) if grad else func(*chunk))
+        return [torch.cat(x) for x in zip(*parts, strict=True)]
 
 
 def make_targets(rollouts: Sequence[Rollout], device: torch.device | str) -> Targets:
@@ -166,14 +164,10 @@ def make_targets(rollouts: Sequence[Rollout], device: torch.device | str) -> Tar
 def score_chunk(
     head: Head, hidden: Tensor, tokens: Tensor, temperature: Tensor, support: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs [P] and entropies [P] of tokens [P] from hidden states [P, E], over the recorded support.
-
-    support [P, max kept] holds the kept ids, -1 beyond: the learner renormalises on them, never recomputes them.
-    """
+    """Log-probs [P] and entropies [P] of tokens [P] from hidden states [P, E], over the recorded support."""
     logits = head(hidden) / temperature[:, None]  # [P, V]
     chosen = logits.gather(-1, tokens[:, None])[:, 0]
-    if support is not None:
-        logits = logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, float("-inf"))
+    logits = restrict(logits, support)
     logps = logits - logits.logsumexp(dim=-1, keepdim=True)
     with torch.no_grad():
         entropy = torch.special.entr(logps.exp()).sum(dim=-1)

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvrl.errors import KvrlError
-from kvrl.eval import compare
+from kvrl.eval import compare, starts
 from runs import make_config
 
 
@@ -66,7 +66,7 @@ def test_runs_and_starts_are_used_again_only_where_nothing_changed(tmp_path, mon
     assert runs() == []
     assert runs(warm_start={"steps": 2}) == ["start", "naive", "shadow_mask"]  # the runs' own fields are the same
     assert runs(warm_start={"steps": 2}, train={"max_steps": 2}) == ["naive", "shadow_mask"]
-    (tmp_path / "out" / "start" / "seed-0" / compare.START).unlink()
+    (tmp_path / "out" / "start" / "seed-0" / starts.START).unlink()
     assert runs(warm_start={"steps": 2}, train={"max_steps": 2}) == ["start", "naive", "shadow_mask"]
 
 

@@ -15,7 +15,7 @@ from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer, make_tiny
 from kvrl.sampler.config import SamplingConfig
 from kvrl.tasks import get_task
 from kvrl.train.checkpoint import save_model
-from kvrl.train.config import Config
+from kvrl.train.config import Config, RolloutSettings
 from kvrl.train.run import build
 from runs import make_config
 
@@ -35,12 +35,13 @@ class Mixed:
         return [float(k) for k in size]
 
 
-def measured(task, n=3, on_small_budget="drop", eos=None):
+def measured(task, n=3, on_small_budget="drop", eos=None, **limits):
     tokenizer = build_tiny_tokenizer(VOCAB)
     cache = CacheConfig(policy="recent", budget=8, buffer=4, window=3, sinks=0, protect_prompt=True)
     return evaluate(
         build_tiny_model(tokenizer, 0), tokenizer, task, cache=cache, budgets=[8, "full"], seed=0, slots=4, n=n,
-        sampling=SamplingConfig(max_completion_length=4, eos_token_ids=eos), on_small_budget=on_small_budget,
+        sampling=SamplingConfig(max_completion_length=4, eos_token_ids=eos),
+        rollout=RolloutSettings(on_small_budget=on_small_budget, **limits),
     )  # fmt: skip
 
 
@@ -50,6 +51,20 @@ def test_problems_over_a_budget_are_left_out_under_all_or_stop():
     assert "1 problems left out" in evaluation_table(results, "").caption
     with pytest.raises(KvrlError, match="held-out problem 1: cache.budget: 8 is below the 9 entries"):
         measured(Mixed(), on_small_budget="stop")
+
+
+def test_problems_over_the_length_limit_are_left_out_or_stop():
+    results = measured(Mixed(), max_prompt_length=2, on_long_prompt="drop")  # lengths 2, 6 and 3
+    assert [(r.accuracy, r.dropped) for r in results] == [(2, 2)] * 2
+    with pytest.raises(KvrlError, match="held-out problem 1: rollout.max_prompt_length: 5 is below the prompt's 6 tok"):
+        measured(Mixed(), max_prompt_length=5)
+    with pytest.raises(KvrlError, match="eval.n: none of the 3 held-out problems is within the limits .*3 tokens"):
+        measured(Mixed(), max_prompt_length=1, on_long_prompt="drop")
+
+
+def test_a_length_limit_fixes_the_slots_of_the_full_cache():
+    sizes = [measured(Mixed(), n=1, max_prompt_length=limit)[1].kv_bytes for limit in (None, 2, 9)]
+    assert sizes[0] == sizes[1] < sizes[2]  # without one, the longest prompt (2 tokens) decides
 
 
 def test_a_training_run_passes_its_choice_on(tmp_path, monkeypatch):
@@ -63,7 +78,7 @@ def test_a_training_run_passes_its_choice_on(tmp_path, monkeypatch):
         model = tokenizer = task = None
 
     trainer.evaluate_now(Run())  # type: ignore[arg-type]
-    assert seen["on_small_budget"] == "drop"
+    assert seen["rollout"].on_small_budget == "drop"
 
 
 def test_rewards_read_completions_without_their_eos():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvrl.errors import KvrlError
-from kvrl.objectives import group_advantages, overlong_penalty
+from kvrl.objectives import group_advantages, overlong_penalty, rloo_advantages
 
 NAN = math.nan
 
@@ -91,6 +91,41 @@ def test_wrong_arguments_are_refused() -> None:
         group_advantages(torch.zeros(6), 4)
     with pytest.raises(KvrlError, match="scale_rewards: 'std' is unknown"):
         group_advantages(torch.zeros(6), 3, "std")
+
+
+def test_rloo_by_hand() -> None:
+    # Each reward minus the mean of the other three, then of the other one.
+    values = rloo_advantages(torch.tensor([1.0, 0.0, 2.0, 3.0]), 4).values
+    torch.testing.assert_close(values, torch.tensor([1 - 5 / 3, -2.0, 2 - 4 / 3, 3 - 1.0]))
+    assert values.dtype == torch.float32
+    values = rloo_advantages(torch.tensor([1.0, 0.25]), 2).values
+    torch.testing.assert_close(values, torch.tensor([0.75, -0.75]))
+
+
+def test_rloo_leaves_missing_rewards_out_of_the_baselines() -> None:
+    result = rloo_advantages(torch.tensor([1.0, NAN, 4.0, 0.0, 7.0, NAN, NAN, NAN]), 4)
+    expected = torch.tensor([1 - 2.0, 0.0, 4 - 0.5, 0 - 2.5, 0.0, 0.0, 0.0, 0.0])
+    torch.testing.assert_close(result.values, expected)
+    assert result.keep.tolist() == [True, False, True, True, False, False, False, False]
+    assert (result.groups, result.groups_dropped, result.groups_without_signal, result.samples_dropped) == (2, 1, 0, 5)
+
+
+def test_rloo_of_equal_rewards_is_zero_exactly_and_stays() -> None:
+    result = rloo_advantages(torch.tensor([0.1, 0.1, 0.1, 0.0, 1.0, 0.5], dtype=torch.float64), 3)
+    assert result.values[:3].tolist() == [0.0, 0.0, 0.0]
+    assert result.keep.all() and result.signal.tolist() == [False] * 3 + [True] * 3
+    assert result.groups_without_signal == 1
+
+
+def test_rloo_with_interleaved_groups_and_against_its_definition() -> None:
+    rewards = torch.randn(12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    groups = torch.tensor([5, 9, 5, 9, 9, 5, 1, 1, 5, 9, 1, 9])
+    values = rloo_advantages(rewards, groups).values
+    for i in range(12):
+        others = [rewards[j] for j in range(12) if j != i and groups[j] == groups[i]]
+        assert values[i].item() == pytest.approx(float(rewards[i] - sum(others) / len(others)), rel=1e-6)
+    with pytest.raises(KvrlError, match="num_generations: 5 does not divide the 12 rewards"):
+        rloo_advantages(rewards, 5)
 
 
 def test_overlong_penalty_by_hand() -> None:

@@ -8,7 +8,7 @@ import torch
 from pydantic import ValidationError
 
 from kvrl.errors import KvrlError
-from kvrl.objectives import CorrectionConfig, correction
+from kvrl.objectives import PRESETS, CorrectionConfig, correction
 
 # Token ratios 3, 0.5, 1 (product 1.5, geometric mean 1.1447) and 0.25, 0.5 (product 1/8, mean 0.3536).
 RATIOS = torch.tensor([[3.0, 0.5, 1.0], [0.25, 0.5, 77.0]])
@@ -114,19 +114,73 @@ def test_huge_ratios_stay_finite(level: str, action: str, nats: float) -> None:
     assert all(math.isfinite(value) for value in result.metrics.values())
 
 
+def test_bounds_are_inclusive() -> None:
+    log_ratio = torch.tensor([[math.log(0.5), math.log(2.0)]], dtype=torch.float64)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    result = correction(log_ratio, mask, level="token", action="mask", bounds=(0.5, 2.0))
+    torch.testing.assert_close(result.weights, torch.tensor([[0.5, 2.0]], dtype=torch.float64))
+    assert result.metrics["correction/share_below"] == result.metrics["correction/share_above"] == 0.0
+
+
 def test_normalize_survives_weights_that_all_underflow() -> None:
-    log_ratio = torch.tensor([[-400.0, -400.0 + math.log(3.0)]])
+    log_ratio = torch.tensor([[-4000.0, -4000.0 + math.log(3.0)]])
     mask = torch.ones(1, 2, dtype=torch.bool)
     result = correction(log_ratio, mask, level="token", action="truncate", bounds=(None, 2.0), normalize=True)
-    torch.testing.assert_close(result.weights, torch.tensor([[0.5, 1.5]]), rtol=1e-4, atol=0)
+    torch.testing.assert_close(result.weights, torch.tensor([[0.5, 1.5]]), rtol=1e-3, atol=0)
 
 
-def test_equal_views_change_nothing() -> None:
+@pytest.mark.parametrize("level", ["token", "sequence_sum", "sequence_mean"])
+@pytest.mark.parametrize(
+    ("action", "normalize"),
+    [("truncate", False), ("truncate", True), ("mask", False), ("mask", True), ("reject", False)],
+)
+def test_equal_log_probs_change_nothing(level: str, action: str, normalize: bool) -> None:
+    """Replay, one optimiser step, detached: old log-probs are the sampler's, and all weights are 1, to the bit."""
+    logps = torch.randn(7, 11, generator=torch.Generator().manual_seed(0)) - 2
+    mask = torch.arange(11) < torch.tensor([11, 1, 4, 0, 7, 3, 10])[:, None]
+    result = correction(
+        logps.detach() - logps, mask, level=level, action=action, bounds=(0.5, 2.0), normalize=normalize
+    )
+    assert torch.equal(result.weights, mask.float()) and torch.equal(result.mask, mask)
+    assert result.keep.all() and not result.all_rejected()
+    names = ("ratio_min", "ratio_mean", "ratio_max", "effective_sample_size")
+    assert [result.metrics[f"correction/{name}"] for name in names] == pytest.approx([1.0] * 4, rel=1e-6)
+    assert not any(value for name, value in result.metrics.items() if "share" in name)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_equal_log_probs_leave_every_preset_at_weight_one(name: str) -> None:
+    result = CorrectionConfig(preset=name)(torch.zeros(2, 3), MASK)
+    assert torch.equal(result.weights, MASK.float()) and result.keep.all()
+
+
+def test_what_is_masked_or_rejected_stays_in_the_denominators() -> None:
+    for action in ("truncate", "mask", "reject"):
+        result = correct(level="token", action=action, bounds=(0.6, 0.7))
+        assert torch.equal(result.mask, MASK)
+
+
+@pytest.mark.parametrize("padding", [math.inf, -math.inf, math.nan, 1e30])
+def test_padding_may_hold_anything(padding: float) -> None:
+    log_ratio = torch.where(MASK, RATIOS.log(), padding)
     for level in ("token", "sequence_sum", "sequence_mean"):
         for action in ("truncate", "mask", "reject"):
-            result = correction(torch.zeros(2, 3), MASK, level=level, action=action, bounds=(0.5, 2.0))
-            assert torch.equal(result.weights, MASK.float()) and result.keep.all()
-            assert result.metrics["correction/effective_sample_size"] == pytest.approx(1.0)
+            settings: dict[str, Any] = {"level": level, "action": action, "bounds": (0.3, 2.0)}
+            dirty, clean = correction(log_ratio, MASK, **settings), correct(**settings)
+            assert torch.equal(dirty.weights, clean.weights) and torch.equal(dirty.keep, clean.keep)
+            assert dirty.metrics == clean.metrics
+
+
+def test_all_rejected_asks_for_active_sequences_alone() -> None:
+    mask = torch.tensor([[True, True], [True, False], [False, False]])
+    log_ratio = torch.tensor([[0.0, -9.0], [-9.0, 0.0], [0.0, 0.0]])
+    both = correction(log_ratio, mask, level="token", action="reject", bounds=(0.5, None))
+    assert both.keep.tolist() == [False, False, True]  # the third has no tokens, so nothing to reject
+    assert both.all_rejected()
+    assert both.all_rejected([0, 2]) and not both.all_rejected([2])  # the third alone: an empty step, not a rejected
+    one = correction(log_ratio.roll(1, 1), mask, level="token", action="reject", bounds=(0.5, None))
+    assert one.keep.tolist() == [False, True, True]
+    assert not one.all_rejected() and one.all_rejected([0]) and not one.all_rejected([1])
 
 
 def test_sequences_without_active_tokens_are_neither_counted_nor_rejected() -> None:
@@ -152,6 +206,66 @@ def test_config_defaults_to_token_tis_at_two() -> None:
     assert torch.equal(config(RATIOS.log(), MASK).weights, expected.weights)
     assert all(field.description for field in CorrectionConfig.model_fields.values())
     assert CorrectionConfig(level="token", action="mask", bounds=[0.5, 5]).bounds == (0.5, 5.0)
+
+
+# Token ratios 3, 0.5, 1 and 0.25, 0.5; products 1.5 and 0.125.
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("tis", [[2.0, 0.5, 1.0], [0.25, 0.5, 0.0]]),
+        ("mis", [[0.0, 0.5, 1.0], [0.0, 0.5, 0.0]]),
+        ("icepop", [[3.0, 0.5, 1.0], [0.0, 0.5, 0.0]]),
+        ("geometric", [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]),
+        ("sequence_mask", [[1.5, 1.5, 1.5], [0.125, 0.125, 0.0]]),
+    ],
+)
+def test_presets_by_hand(name: str, expected: list[list[float]]) -> None:
+    config = CorrectionConfig(preset=name)
+    expect(config(RATIOS.log(), MASK).weights, expected)
+    assert (config.level, config.action, config.bounds, config.normalize) == PRESETS[name]
+
+
+def test_the_upper_bounds_of_the_presets_by_hand() -> None:
+    mask = torch.ones(1, 2, dtype=torch.bool)
+
+    def weights(name: str, *ratios: float) -> list[float]:
+        return CorrectionConfig(preset=name)(torch.tensor([ratios]).log(), mask).weights[0].tolist()
+
+    assert weights("mis", 1.9, 2.1) == pytest.approx([1.9, 0.0])
+    assert weights("icepop", 4.9, 5.1) == pytest.approx([4.9, 0.0])
+    assert weights("sequence_mask", 4.0, 0.7) == pytest.approx([2.8, 2.8])
+    assert weights("sequence_mask", 4.0, 0.8) == [0.0, 0.0]  # 3.2 is above 3
+    # Geometric means 1.0009, 1.0011 and 0.9989.
+    assert weights("geometric", 1.0009**3, 1.0009**-1) == [1.0, 1.0]
+    assert weights("geometric", 1.0011**3, 1.0011**-1) == [0.0, 0.0]
+    assert weights("geometric", 0.9989**3, 0.9989**-1) == [0.0, 0.0]
+
+
+def test_fields_beside_a_preset_override_it() -> None:
+    config = CorrectionConfig(preset="icepop", bounds=(0.2, 5.0))
+    assert (config.level, config.action, config.bounds, config.normalize) == ("token", "mask", (0.2, 5.0), False)
+    assert CorrectionConfig(preset="icepop", normalize=True).normalize
+    # A field given is a field given, though its value is the default without a preset.
+    assert CorrectionConfig(preset="sequence_mask", level="token").level == "token"
+    assert CorrectionConfig(preset="mis", action="truncate").action == "truncate"
+
+
+@pytest.mark.parametrize("name", [*PRESETS, None])
+def test_a_preset_survives_being_written_out_and_read(name: str | None) -> None:
+    config = CorrectionConfig(preset=name)
+    assert CorrectionConfig.model_validate(config.model_dump()) == config
+    assert CorrectionConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_no_preset_is_tis() -> None:
+    assert CorrectionConfig().model_dump() == CorrectionConfig(preset="tis").model_dump() | {"preset": None}
+
+
+def test_a_preset_that_does_not_exist_or_fit_is_refused() -> None:
+    with pytest.raises(ValidationError, match="'tis', 'mis', 'icepop', 'geometric' or 'sequence_mask'"):
+        CorrectionConfig(preset="seq-mis")
+    with pytest.raises(ValidationError, match="no effect with action reject"):
+        CorrectionConfig(preset="geometric", normalize=True)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from kvrl.objectives import k1, k2, k3
+from kvrl.objectives import ESTIMATORS, k1, k2, k3
 
 P = torch.tensor([0.5, 0.25, 0.25], dtype=torch.float64)
 Q = torch.tensor([0.2, 0.2, 0.6], dtype=torch.float64)
@@ -44,3 +44,9 @@ def test_k3_keeps_its_digits_near_zero() -> None:
     for d in (1e-3, 1.7e-3, 2.3e-3):
         value = k3(torch.tensor(0.0), torch.tensor(d)).item()
         assert value == pytest.approx(d * d / 2 + d**3 / 6, rel=2e-3)
+
+
+def test_estimators_have_their_names() -> None:
+    assert {name: f(torch.tensor(0.0), torch.tensor(-1.0)).item() for name, f in ESTIMATORS.items()} == pytest.approx(
+        {"k1": 1.0, "k2": 0.5, "k3": math.exp(-1)}
+    )

@@ -250,7 +250,104 @@ def test_normalisers_of_parts_add_up() -> None:
     assert parts[0] + parts[1] == LossNormaliser.from_mask(MASK) == LossNormaliser(sequences=2, tokens=4)
 
 
+TOKEN_ADVANTAGES = torch.tensor([[1.0, -1.0, 2.0], [-2.0, 5.0, 5.0], [7.0, 7.0, 7.0]], dtype=torch.float64)
+PER_TOKEN_TYPES = ["grpo", "dr_grpo", "dapo", "cispo"]
+
+
+@pytest.mark.parametrize("loss_type", PER_TOKEN_TYPES)
+def test_an_advantage_per_token_by_hand(loss_type: str) -> None:
+    # Ratios 1.5, 0.5, 1 and 2, range [0.8, 1.2]: min(1.5, 1.2) * 1; min(-0.5, -0.8); 1 * 2; min(-4, -2.4).
+    first, second = 1.2 - 0.8 + 2.0, -4.0
+    # cispo: min(r, 1.2) * A * logp.
+    logps = [-1.0 + math.log(1.5), -2.0 + math.log(0.5), -3.0, -0.5 + math.log(2.0)]
+    expected = {
+        "grpo": -(first / 3 + second) / 2,
+        "dr_grpo": -(first + second) / 20,
+        "dapo": -(first + second) / 4,
+        "cispo": -(1.2 * logps[0] - 0.5 * logps[1] + 2.0 * logps[2] - 1.2 * 2.0 * logps[3]) / 4,
+    }[loss_type]
+    loss, metrics = loss_of(OLD + RATIOS.log(), advantages=TOKEN_ADVANTAGES, loss_type=loss_type)
+    assert loss.item() == pytest.approx(expected, rel=1e-12)
+    if loss_type != "cispo":  # 0.5 with A < 0 is cut below, 1.5 with A > 0 above, 2 with A < 0 not
+        summary = mean_metrics(metrics)
+        assert summary["clip_low/mean"] == summary["clip_high/mean"] == 1 / 4
+
+
+@pytest.mark.parametrize("loss_type", PER_TOKEN_TYPES)
+def test_equal_advantages_per_token_are_the_sequences_advantage(loss_type: str) -> None:
+    logps = (OLD + RATIOS.log()).requires_grad_()
+    spread = ADVANTAGES[:, None].expand(3, 3)
+    loss, metrics = loss_of(logps, advantages=spread, loss_type=loss_type)
+    expected, expected_metrics = loss_of(logps, loss_type=loss_type)
+    assert torch.equal(loss, expected) and mean_metrics(metrics) == mean_metrics(expected_metrics)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+def test_gradient_with_an_advantage_per_token_against_finite_differences(loss_type: str) -> None:
+    logps = (OLD + RATIOS.log()).requires_grad_()
+
+    def value(x: Tensor) -> Tensor:
+        return loss_of(x, advantages=TOKEN_ADVANTAGES, loss_type=loss_type)[0]
+
+    assert torch.autograd.gradcheck(value, (logps,), atol=1e-8)
+
+
+@pytest.mark.parametrize("loss_type", PER_TOKEN_TYPES)
+def test_any_cut_with_an_advantage_per_token_gives_the_same_loss(loss_type: str) -> None:
+    normaliser = LossNormaliser.from_mask(MASK)
+    logps = OLD + RATIOS.log()
+    whole, _ = loss_of(logps, advantages=TOKEN_ADVANTAGES, loss_type=loss_type)
+    parts = [
+        loss_of(
+            logps[rows, :width],
+            old_logps=OLD[rows, :width],
+            advantages=TOKEN_ADVANTAGES[rows, :width],
+            mask=MASK[rows, :width],
+            loss_type=loss_type,
+            normaliser=normaliser,
+        )[0]
+        for rows, width in ((slice(0, 1), 3), (slice(1, 3), 1))
+    ]
+    torch.testing.assert_close(sum(parts), whole, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("padding", [math.inf, -math.inf, math.nan])
+def test_garbage_outside_the_mask_reaches_nothing(loss_type: str, padding: float) -> None:
+    def dirty(x: Tensor) -> Tensor:
+        return torch.where(MASK, x, padding)
+
+    advantages = ADVANTAGES.clone() if loss_type == "gspo" else dirty(TOKEN_ADVANTAGES)
+    if loss_type == "gspo":
+        advantages[2] = padding  # of a sequence without active tokens
+    weights = torch.full((3, 3), 0.5, dtype=torch.float64)
+    arguments: dict[str, Any] = {"loss_type": loss_type, "beta": 0.1}
+    clean = OLD + RATIOS.log()
+    expected, expected_metrics = loss_of(
+        clean.requires_grad_(),
+        advantages=ADVANTAGES if loss_type == "gspo" else TOKEN_ADVANTAGES,
+        token_weights=weights,
+        ref_logps=OLD,
+        **arguments,
+    )
+    (expected_gradient,) = torch.autograd.grad(expected, clean)
+    logps = dirty(clean.detach()).requires_grad_()
+    loss, metrics = loss_of(
+        logps,
+        old_logps=dirty(OLD),
+        advantages=advantages,
+        token_weights=dirty(weights),
+        ref_logps=dirty(OLD),
+        **arguments,
+    )
+    (gradient,) = torch.autograd.grad(loss, logps)
+    assert torch.equal(loss, expected) and torch.equal(gradient, expected_gradient)
+    assert mean_metrics(metrics) == mean_metrics(expected_metrics)
+
+
 def test_wrong_arguments_are_refused() -> None:
+    with pytest.raises(KvrlError, match=r"loss_type: gspo has one ratio per sequence"):
+        loss_of(OLD, advantages=TOKEN_ADVANTAGES, loss_type="gspo")
     with pytest.raises(KvrlError, match=r"loss_type: 'ppo' is unknown"):
         loss_of(OLD, loss_type="ppo")
     with pytest.raises(KvrlError, match=r"beta: 0\.1 needs the reference"):

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import asyncio
 import math
+import threading
 from typing import Any
 
 import pytest
 import torch
 
 from kvrl.errors import KvrlError
-from kvrl.rewards import score
+from kvrl.rewards import BadReward, score
 
 COMPLETIONS = ["a", "bb", "ccc"]
 COLUMNS = {"prompt": ["p0", "p1", "p2"], "answer": [1, 2, 4]}
@@ -70,7 +72,7 @@ def test_a_value_that_is_no_finite_number(value: Any, weights: list[float] | Non
     def odd(completions: list[str], **kwargs: Any) -> list[Any]:
         return [1.0, value, 2.0]
 
-    with pytest.raises(KvrlError, match=r"reward_funcs\.odd: returned .* for sample 1 \(prompt 'p1'\)") as stopped:
+    with pytest.raises(KvrlError, match=r"reward\.funcs\.odd: returned .* for sample 1 \(prompt 'p1'\)") as stopped:
         run(odd, weights=weights)
     assert "\n" not in str(stopped.value)
     scores = run(odd, on_error="drop")
@@ -156,7 +158,7 @@ def test_functions_of_one_name_keep_their_own_means() -> None:
 
 
 def test_weights_must_match_the_functions() -> None:
-    with pytest.raises(KvrlError, match="reward_weights: 1 weights for 2 reward functions"):
+    with pytest.raises(KvrlError, match="reward.weights: 1 weights for 2 reward functions"):
         run(length, exact, weights=[1.0])
 
 
@@ -164,3 +166,188 @@ def test_weights_must_match_the_functions() -> None:
 def test_a_column_cannot_replace_what_the_sampler_gives(name):
     with pytest.raises(KvrlError, match=f"column {name}: .*rename the column"):
         score([lambda completions, **_: [1.0]], None, ["a"], {"prompt": ["p"], name: ["x"]})
+
+
+def test_bad_reward_gives_the_reason_and_on_error_decides() -> None:
+    def picky(completions: list[str], **kwargs: Any) -> list[Any]:
+        return [1.0, BadReward("saw nothing"), 2.0]
+
+    with pytest.raises(KvrlError, match=r"reward\.funcs\.picky: saw nothing for sample 1 \(prompt 'p1'\)"):
+        run(picky)
+    scores = run(picky, on_error="drop")
+    same(scores.rewards, [1.0, NAN, 2.0])
+    assert scores.errors == 1
+
+
+@pytest.mark.parametrize("on_error", ["stop", "drop"])
+def test_a_kvrl_error_of_the_function_always_stops_and_is_not_retried(on_error: Any) -> None:
+    calls = []
+
+    def down(completions: list[str], **kwargs: Any) -> list[float]:
+        calls.append(completions)
+        raise KvrlError("server: is down; start it")
+
+    with pytest.raises(KvrlError, match="^server: is down; start it$"):
+        run(down, on_error=on_error)
+    assert calls == [COMPLETIONS]
+
+
+def test_async_functions_run_together_and_beside_the_others() -> None:
+    order = []
+    met = threading.Event()
+
+    async def first(completions: list[str], **kwargs: Any) -> list[float]:
+        order.append("first")
+        while "second" not in order or not met.is_set():  # ends only if the other two run meanwhile
+            await asyncio.sleep(0)
+        return [1.0] * len(completions)
+
+    async def second(completions: list[str], **kwargs: Any) -> list[float]:
+        while "first" not in order:
+            await asyncio.sleep(0)
+        order.append("second")
+        return [10.0] * len(completions)
+
+    def third(completions: list[str], **kwargs: Any) -> list[float]:
+        met.set()
+        return [100.0] * len(completions)
+
+    scores = run(first, third, second, timeout=20)
+    same(scores.rewards, [111.0] * 3)
+    assert scores.names == ["first", "third", "second"]
+
+
+def test_an_object_with_an_async_call_and_one_loop_for_all_batches() -> None:
+    loops = []
+
+    class Remote:
+        async def __call__(self, completions: list[str], **kwargs: Any) -> list[float]:
+            loops.append(asyncio.get_running_loop())
+            return [2.0] * len(completions)
+
+    for _ in range(2):
+        same(run(Remote()).rewards, [2.0] * 3)
+    assert loops[0] is loops[1]
+
+
+def test_score_inside_a_running_event_loop() -> None:
+    async def remote(completions: list[str], **kwargs: Any) -> list[float]:
+        return [2.0] * len(completions)
+
+    async def notebook() -> Any:
+        return run(remote)
+
+    same(asyncio.run(notebook()).rewards, [2.0] * 3)
+
+
+def test_an_exception_of_an_async_function_names_its_sample() -> None:
+    async def fragile(completions: list[str], answer: list[int], **kwargs: Any) -> list[float]:
+        return [1 / (number - 2) for number in answer]
+
+    with pytest.raises(KvrlError, match=r"fragile: raised ZeroDivisionError: .* for sample 1 \(prompt 'p1'\)"):
+        run(fragile)
+    same(run(fragile, on_error="drop").rewards, [-1.0, NAN, 0.5])
+
+
+def test_an_async_function_over_time_is_cancelled() -> None:
+    ended = threading.Event()
+
+    async def slow(completions: list[str], **kwargs: Any) -> list[float]:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+        return []
+
+    with pytest.raises(KvrlError, match=r"slow: took over 0.05 s for a batch of 3; .*raise reward\.timeout"):
+        run(slow, timeout=0.05)
+    assert ended.wait(10)
+    scores = run(length, slow, timeout=0.05, on_error="drop")
+    same(scores.per_function, [[1.0, NAN], [2.0, NAN], [3.0, NAN]])
+    assert scores.errors == 3
+
+
+def test_a_sync_function_over_time_is_abandoned() -> None:
+    release, threads = threading.Event(), []
+
+    def slow(completions: list[str], **kwargs: Any) -> list[float]:
+        threads.append(threading.current_thread())
+        release.wait()
+        return [1.0] * len(completions)
+
+    with pytest.raises(KvrlError, match="slow: took over 0.05 s for a batch of 3"):
+        run(slow, timeout=0.05)
+    same(run(slow, timeout=0.05, on_error="drop").rewards, [NAN] * 3)
+    assert len(threads) == 2 and all(thread.daemon for thread in threads)
+    release.set()
+    same(run(slow, timeout=20).rewards, [1.0] * 3)
+    run(slow)
+    assert threads[-1] is threading.main_thread()
+
+
+def test_the_function_s_own_timeout_is_an_exception_like_any_other() -> None:
+    def sync(completions: list[str], **kwargs: Any) -> list[float]:
+        raise TimeoutError("socket")
+
+    async def remote(completions: list[str], **kwargs: Any) -> list[float]:
+        raise asyncio.TimeoutError("socket")
+
+    for func in (sync, remote):
+        with pytest.raises(KvrlError, match="raised TimeoutError: socket for sample 0"):
+            run(func, timeout=20)
+
+
+def test_samples_called_alone_share_one_time_limit() -> None:
+    def slow_alone(completions: list[str], **kwargs: Any) -> list[float]:
+        if len(completions) > 1:
+            raise RuntimeError("too many")
+        if completions != ["a"]:
+            threading.Event().wait(30)
+        return [5.0]
+
+    scores = run(slow_alone, timeout=0.5, on_error="drop")
+    same(scores.rewards, [5.0, NAN, NAN])
+    assert scores.errors == 2
+
+
+def test_another_function_s_stop_cancels_what_is_under_way() -> None:
+    started, cancelled = threading.Event(), threading.Event()
+
+    async def endless(completions: list[str], **kwargs: Any) -> list[float]:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+        return []
+
+    def down(completions: list[str], **kwargs: Any) -> list[float]:
+        assert started.wait(10)
+        raise KvrlError("down")
+
+    with pytest.raises(KvrlError, match="^down$"):
+        run(down, endless)
+    assert cancelled.wait(10)
+
+
+@pytest.mark.parametrize("on_error", ["stop", "drop"])
+def test_a_missing_column_is_named_before_any_function_is_called(on_error: Any) -> None:
+    called = []
+
+    def first(completions: list[str], **kwargs: Any) -> list[float]:
+        called.append(1)
+        return [1.0] * 3
+
+    def needy(completions: list[str], solution: list, **kwargs: Any) -> list[float]:
+        return [1.0] * 3
+
+    with pytest.raises(
+        KvrlError, match=r"reward\.funcs\.needy: needs column solution, and the data has prompts, answer;"
+    ):
+        run(first, needy, on_error=on_error)
+    assert not called
+
+
+def test_given_names_replace_the_functions_own() -> None:
+    assert run(length, length, names=["x", "y"]).names == ["x", "y"]
+    assert run(length, length, names=["x", "x"]).names == ["x_0", "x_1"]

@@ -45,10 +45,18 @@ def test_a_wrong_file_names_its_row(tmp_path, text, message):
 
 
 def test_text_and_chat_rows_are_taken(tmp_path):
-    chat = {"prompt": [{"role": "user", "content": "1 + 2"}], "answer": "3"}
-    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(chat) for _ in range(3)))
-    (row,) = get_task("jsonl", path=str(tmp_path / "rows.jsonl")).rows("eval", 1, 0)
-    assert row == chat
+    text, chat = GOOD, {"prompt": [{"role": "user", "content": "1 + 2"}], "answer": "3", "hint": "add"}
+    for row in (text, chat):
+        (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+        task = get_task("jsonl", path=str(tmp_path / "rows.jsonl"), eval_path=str(tmp_path / "rows.jsonl"))
+        assert task.rows("eval", 1, 0) == [row]
+
+
+def test_rows_without_answers_are_for_other_rewards(tmp_path):
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps({"prompt": p, "topic": p}) for p in "ab"))
+    task = get_task("jsonl", path=str(tmp_path / "rows.jsonl"), answers=False)
+    (row,) = task.rows("train", 1, 0)
+    assert row in ({"prompt": "a", "topic": "a"}, {"prompt": "b", "topic": "b"})
 
 
 def test_a_finished_completion_matches_its_answer_and_a_cut_one_keeps_its_tokens(tmp_path):

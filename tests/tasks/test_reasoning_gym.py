@@ -181,3 +181,26 @@ def test_wrong_parameters(params, message):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ValueError, match=message):
         ReasoningGym(**params)
+
+
+@pytest.mark.parametrize(("dataset", "config", "answer_format"), [
+    ("gsm_symbolic", {}, "marker"),
+    ("needle_haystack", {"min_num_statements": 30, "max_num_statements": 40}, "last_line"),
+])  # fmt: skip
+def test_long_context_stand_ins(dataset, config, answer_format):
+    """Problems that need no hub: word problems, and one name to be found in a long text."""
+    pytest.importorskip("reasoning_gym")
+    task = ReasoningGym(dataset=dataset, config=config, answer_format=answer_format)
+    parts = [task.rows(split, 12, seed) for split, seed in (("train", 0), ("train", 0), ("train", 1), ("eval", 0))]
+    assert parts[0] == parts[1] != parts[2]
+    train, held_out = ({row["prompt"][-1]["content"] for row in part} for part in (parts[0] + parts[2], parts[3]))
+    assert len(held_out) == 12 and not train & held_out
+    rows = parts[3]
+    right = ["Let me see.\n" + format_answer(row["answer"], answer_format) for row in rows]
+    wrong = ["Let me see.\n" + format_answer(row["answer"] + "1", answer_format) for row in rows]
+    columns = {"entry": [row["entry"] for row in rows], "answer": [row["answer"] for row in rows]}
+    assert task.reward(right, **columns) == [1.0] * 12
+    assert max(task.reward(wrong, **columns)) < 1 and max(task.reward([""] * 12, **columns)) < 1
+    if dataset == "needle_haystack":
+        texts = [row["prompt"][-1]["content"] for row in rows]
+        assert all(row["answer"] in text and text.count(". ") >= 30 for row, text in zip(rows, texts, strict=True))

@@ -110,7 +110,11 @@ def probe(model: nn.Module) -> ModelSpec:
     recorder = _Recorder()
     device = next(model.parameters()).device
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
-    model(input_ids=ids, position_ids=torch.arange(2, device=device)[None], use_cache=False, kv=recorder)
+    # The mask is never built; without one transformers reads the positions' values, and a meta model has none
+    model(
+        input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(2, device=device)[None],
+        use_cache=False, kv=recorder,
+    )  # fmt: skip
     config = text_config(model)
     layers, calls = config.num_hidden_layers, recorder.calls
     if [call.layer for call in calls] != list(range(layers)):

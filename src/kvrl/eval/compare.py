@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import shutil
 import statistics
 import sys
-import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +16,8 @@ from rich.table import Table
 
 from kvrl.errors import KvrlError
 from kvrl.eval.report import read_metrics, smooth, to_json
+from kvrl.eval.starts import START, ensure_start, finished, shares_starts, start_folder
 from kvrl.train.config import Config, load_config
-
-START = "kvrl_start.json"
-"""In a start's folder: what it was made from; in a run's folder: the start that it was trained from."""
 
 
 def run_compare(args: argparse.Namespace) -> None:
@@ -43,7 +38,7 @@ def run_compare(args: argparse.Namespace) -> None:
         for seed in sorted({config.seed for config in configs}):
             ensure_start(base.model_copy(update={"seed": seed}), start_folder(root, seed), say.print)
     for config in configs:
-        if not _finished(config):
+        if not finished(config):
             from kvrl.train.trainer import train
 
             say.rule(f"{config.method}, seed {config.seed}")
@@ -59,32 +54,6 @@ def run_compare(args: argparse.Namespace) -> None:
     else:
         Console().print(table(result))
         Console().print(f"plot: {root / 'compare.png'}")
-
-
-def start_folder(root: Path, seed: int) -> Path:
-    """The model from which every method's run of a seed starts."""
-    return root / "start" / f"seed-{seed}"
-
-
-def shares_starts(base: Config) -> bool:
-    """Whether the methods' runs start from one folder for each seed."""
-    return base.warm_start is not None and base.lora is None
-
-
-def ensure_start(config: Config, folder: Path, say: Callable[[str], object]) -> None:
-    """Make the start of a seed, unless the folder holds the one that this configuration makes."""
-    from kvrl.train.run import make_start
-
-    fields = config.model_dump(mode="json", include={"seed", "model", "task", "warm_start"})
-    made = folder / START
-    if made.is_file() and json.loads(made.read_text())["config"] == fields:
-        return
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    make_start(config, partial, say)
-    (partial / START).write_text(json.dumps({"config": fields, "id": uuid.uuid4().hex}, indent=2))
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
 
 
 def plan(args: argparse.Namespace) -> list[Config]:
@@ -116,17 +85,6 @@ def check_table(base: Config, methods: list[str]) -> None:
             f"eval.budgets: {base.eval_budgets} is not one compressed budget and full, which compare shows side by "
             f"side; set eval.budgets to [{compressed[0] if compressed else base.cache.budget}, full]"
         )
-
-
-def _finished(config: Config) -> bool:
-    """Whether the run's folder holds a finished run of this very configuration, from the start that is there now."""
-    folder, start = Path(config.output_dir), Path(config.model.path) / START
-    if not (folder / "summary.json").is_file():
-        return False
-    if (folder / "config.json").read_text() != config.model_dump_json(indent=2):
-        return False
-    used = folder / START
-    return not start.is_file() or (used.is_file() and used.read_text() == start.read_text())
 
 
 def collect(configs: list[Config], methods: list[str]) -> dict[str, Any]:

@@ -5,24 +5,26 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
+from accelerate import Accelerator
 from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from kvrl.cache.config import CacheConfig
-from kvrl.cache.policies import check_budget, make_policy
+from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
 from kvrl.eval.report import to_json
 from kvrl.rewards.call import score
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.engine import Engine
 from kvrl.tasks import Task, completion_text, encode_prompt, get_task
+from kvrl.train.config import RolloutSettings
 from kvrl.train.config_file import explain
-from kvrl.train.data import columns_of
+from kvrl.train.data import PromptLimits, columns_of
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Evaluation:
     mean_length: float
     truncated: float
     dropped: int = 0
-    """Problems left out, because a budget cannot hold what their prompts must keep."""
+    """Problems left out: a prompt that is too long, or whose protected entries a budget cannot hold."""
 
 
 def evaluate(
@@ -50,38 +52,44 @@ def evaluate(
     n: int,
     seed: int,
     slots: int,
-    on_small_budget: Literal["stop", "drop"] = "stop",
+    rollout: RolloutSettings | None = None,
 ) -> list[Evaluation]:
     """Mean reward of one completion for each of n held-out problems, under each budget (`full`: the whole cache).
 
-    on_small_budget: a problem whose protected entries exceed one of the budgets stops the evaluation, or is left
-    out under all of them, so that every budget meets the same problems. KvrlError if none is left.
+    rollout: the limits of prompts. A problem over one of them, or whose protected entries exceed one of the budgets,
+    stops the evaluation (the default), or is left out under all budgets, so that all meet the same problems.
+    KvrlError if none is left.
     """
+    settings = rollout or RolloutSettings()
     caches = [cache.as_dense() if budget == "full" else cache.model_copy(update={"budget": budget})
               for budget in budgets]  # fmt: skip
+    limits = PromptLimits.of(settings, *caches)
     rows, prompts = [], []
+    refused: KvrlError | None = None
     for number, row in enumerate(task.rows("eval", n, seed)):
         try:
             ids = encode_prompt(tokenizer, row["prompt"])
         except KvrlError as error:
             raise KvrlError(f"held-out problem {number}: {error}") from None
-        if (reason := _too_small(caches, len(ids))) is None:
+        if (refusal := limits.refusal(len(ids))) is None:
             rows.append(row)
             prompts.append(ids)
-        elif on_small_budget == "stop":
-            raise KvrlError(f"held-out problem {number}: {reason}")
+            continue
+        refused, choice = refusal
+        if choice == "stop":
+            raise KvrlError(f"held-out problem {number}: {refused}")
     if not rows:
-        raise KvrlError(f"eval.n: none of the {n} held-out problems fits the budgets ({reason})")
+        raise KvrlError(f"eval.n: none of the {n} held-out problems is within the limits ({refused})")
     one = sampling.model_copy(update={"num_generations": 1})
     results = []
     for budget, chosen in zip(budgets, caches, strict=True):
         engine = Engine(
-            model, chosen, one, num_slots=min(slots, len(rows)), max_prompt_length=max(map(len, prompts)),
-            tokenizer=tokenizer,
+            model, chosen, one, num_slots=min(slots, len(rows)), tokenizer=tokenizer,
+            max_prompt_length=settings.max_prompt_length or max(map(len, prompts)),
         )  # fmt: skip
         rollouts = engine.run(prompts, seed=seed)
         texts = [completion_text(tokenizer, r) for r in rollouts]
-        scores = score([task.reward], None, texts, columns_of(rows))
+        scores = score([task.reward], None, texts, columns_of(rows), names=["task"])
         results.append(
             Evaluation(
                 budget=str(budget),
@@ -96,18 +104,6 @@ def evaluate(
     return results
 
 
-def _too_small(caches: Sequence[CacheConfig], prompt_length: int) -> KvrlError | None:
-    """Why one of the caches cannot take a prompt of that length."""
-    for cache in caches:
-        policy = make_policy(cache)
-        try:
-            if policy is not None:
-                check_budget(cache, policy, prompt_length)
-        except KvrlError as error:
-            return error
-    return None
-
-
 def evaluation_table(results: Sequence[Evaluation], title: str) -> Table:
     """Results as a table for the terminal."""
     table = Table(title=title)
@@ -119,15 +115,12 @@ def evaluation_table(results: Sequence[Evaluation], title: str) -> Table:
             f"{r.mean_length:.0f}", f"{r.truncated:.0%}",
         )  # fmt: skip
     if results and results[0].dropped:
-        table.caption = f"{results[0].dropped} problems left out: a budget cannot hold their prompts"
+        table.caption = f"{results[0].dropped} problems left out: their prompts are over the limits"
     return table
 
 
 def run_eval(args: argparse.Namespace) -> None:
-    """`kvrl eval`."""
-    from kvrl.train.setup import load_model
-
-    task = get_task(args.task, **args.task_params)
+    """`kvrl eval`: one task, or a benchmark. Whatever can be wrong is told before a model is loaded."""
     given = {k: getattr(args, k) for k in ("buffer", "window", "sinks") if getattr(args, k) is not None}
     budgets = [b for b in args.budgets if b != "full"]
     if args.policy == "dense" and budgets:
@@ -141,11 +134,23 @@ def run_eval(args: argparse.Namespace) -> None:
     make_policy(CacheConfig(policy=args.policy))  # an unknown name is told whatever the budgets are
     for budget in budgets:
         make_policy(cache.model_copy(update={"budget": budget}))
+    if args.benchmark is not None:
+        from kvrl.eval.benchmark import load_sets, run_benchmark
+
+        return run_benchmark(args, cache, sampling, load_sets(args.benchmark, args.data_dir, args.task_params))
+    if args.data_dir is not None:
+        raise KvrlError("--data_dir: is the folder of a benchmark's files; for a task set --task_params '{path: FILE}'")
+    from kvrl.train.setup import load_model
+
+    n = 256 if args.n is None else args.n
+    task = get_task(args.task, **args.task_params)
+    task.rows("eval", n, args.seed)
     model, tokenizer = load_model(args.model, args.dtype)
+    model.to(Accelerator().device)
     with torch.no_grad():
         results = evaluate(
-            model, tokenizer, task, cache=cache, budgets=args.budgets, sampling=sampling, n=args.n, seed=args.seed,
-            slots=args.slots or min(128, args.n),
+            model, tokenizer, task, cache=cache, budgets=args.budgets, sampling=sampling, n=n, seed=args.seed,
+            slots=args.slots or min(128, n),
         )  # fmt: skip
     if args.json:
         print(to_json({"model": args.model, "task": args.task, "policy": args.policy,

@@ -96,7 +96,7 @@ def build_family(
             "num_hidden_layers": layers,
             "num_attention_heads": QUERY_HEADS,
             "num_key_value_heads": KV_HEADS,
-            "max_position_embeddings": 1024,
+            "max_position_embeddings": 4096,
             "bos_token_id": BOS,
             "eos_token_id": EOS,
             **given,

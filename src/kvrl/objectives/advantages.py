@@ -1,4 +1,4 @@
-"""Group-relative advantages, and the penalty for completions that nearly fill their length."""
+"""Advantages from the rewards of a group, and the penalty for completions that nearly fill their length."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvrl.errors import KvrlError
+from kvrl.objectives.groups import group_index
 
 ScaleRewards = Literal["group", "batch", "none"]
 
@@ -55,43 +56,64 @@ def group_advantages(rewards: Tensor, groups: int | Tensor, scale_rewards: Scale
     """
     if scale_rewards not in ("group", "batch", "none"):
         raise KvrlError(f"scale_rewards: {scale_rewards!r} is unknown; use one of 'group', 'batch', 'none'")
-    index, count_groups = _group_index(groups, rewards)  # [N]
-
-    present = ~rewards.isnan()  # [N]
-    counts = rewards.new_zeros(count_groups, dtype=torch.long).index_add(0, index, present.long())  # [G]
-    kept_group = counts >= 2  # [G]
-    keep = present & kept_group[index]  # [N]
-
-    values = torch.where(keep, rewards, 0).double()  # [N]
-    totals = values.new_zeros(count_groups).index_add(0, index, values)  # [G]
-    means = totals / counts.clamp(min=1)  # [G]
-    centred = torch.where(keep, values - means[index], 0)  # [N]
-
-    # Equality is asked of the rewards themselves: the mean of equal floats need not be one of them.
-    low = values.new_full((count_groups,), torch.inf)  # [G]
-    low = low.scatter_reduce(0, index[keep], values[keep], "amin")
-    high = values.new_full((count_groups,), -torch.inf)  # [G]
-    high = high.scatter_reduce(0, index[keep], values[keep], "amax")
-    varied = kept_group & (low != high)  # [G]
-    signal = keep & varied[index]  # [N]
-    centred = torch.where(signal, centred, 0)
+    group = _Centred(rewards, groups)
+    values, counts, index = group.values, group.counts, group.index
 
     if scale_rewards == "group":
-        squares = values.new_zeros(count_groups).index_add(0, index, centred.square())  # [G]
+        squares = values.new_zeros(counts.numel()).index_add(0, index, values.square())  # [G]
         std = (squares / (counts - 1).clamp(min=1)).sqrt()  # [G]
-        centred = centred / (std[index] + STD_EPSILON)
-    elif scale_rewards == "batch" and signal.any():
-        centred = centred / (values[keep].std() + STD_EPSILON)
+        values = values / (std[index] + STD_EPSILON)
+    elif scale_rewards == "batch" and group.signal.any():
+        values = values / (rewards[group.keep].double().std() + STD_EPSILON)
+    return group.advantages(values)
 
-    return Advantages(
-        values=centred.float(),
-        keep=keep,
-        signal=signal,
-        groups=count_groups,
-        groups_dropped=int((~kept_group).sum()),
-        groups_without_signal=int((kept_group & ~varied).sum()),
-        samples_dropped=int((~keep).sum()),
-    )
+
+def rloo_advantages(rewards: Tensor, groups: int | Tensor) -> Advantages:
+    """Reward minus the mean reward of the group's other samples (leave one out: RLOO, arXiv 2402.14740).
+
+    rewards: [N] float, NaN = missing: the sample leaves its group and the others' baselines. groups: as in
+    `group_advantages`. Nothing is divided by a standard deviation. Raises KvrlError if `num_generations` does
+    not divide N.
+    """
+    group = _Centred(rewards, groups)
+    # r - (sum - r) / (n - 1) = n / (n - 1) * (r - mean): equal rewards give 0 exactly.
+    factor = group.counts / (group.counts - 1).clamp(min=1)  # [G]
+    return group.advantages(group.values * factor[group.index])
+
+
+class _Centred:
+    """Rewards minus their group's mean, what is missing, and what is equal: common to both estimators."""
+
+    def __init__(self, rewards: Tensor, groups: int | Tensor) -> None:
+        self.index, count_groups = group_index(groups, rewards)  # [N]
+        index, present = self.index, ~rewards.isnan()  # [N]
+        self.counts = rewards.new_zeros(count_groups, dtype=torch.long).index_add(0, index, present.long())  # [G]
+        self.kept_group = self.counts >= 2  # [G]
+        self.keep = present & self.kept_group[index]  # [N]
+
+        values = torch.where(self.keep, rewards, 0).double()  # [N]
+        totals = values.new_zeros(count_groups).index_add(0, index, values)  # [G]
+        means = totals / self.counts.clamp(min=1)  # [G]
+
+        # Equality is asked of the rewards themselves: the mean of equal floats need not be one of them.
+        kept_index, kept_values = index[self.keep], values[self.keep]
+        low = values.new_full((count_groups,), torch.inf).scatter_reduce(0, kept_index, kept_values, "amin")  # [G]
+        high = values.new_full((count_groups,), -torch.inf).scatter_reduce(0, kept_index, kept_values, "amax")  # [G]
+        self.varied = self.kept_group & (low != high)  # [G]
+        self.signal = self.keep & self.varied[index]  # [N]
+        self.values = torch.where(self.signal, values - means[index], 0)  # [N] float64
+
+    def advantages(self, values: Tensor) -> Advantages:
+        """The result for advantages [N]."""
+        return Advantages(
+            values=values.float(),
+            keep=self.keep,
+            signal=self.signal,
+            groups=self.counts.numel(),
+            groups_dropped=int((~self.kept_group).sum()),
+            groups_without_signal=int((self.kept_group & ~self.varied).sum()),
+            samples_dropped=int((~self.keep).sum()),
+        )
 
 
 def overlong_penalty(lengths: Tensor, max_completion_length: int, cache_length: int) -> Tensor:
@@ -108,17 +130,3 @@ def overlong_penalty(lengths: Tensor, max_completion_length: int, cache_length: 
         )
     over = lengths.float() - (max_completion_length - cache_length)  # [N]
     return -(over / cache_length).clamp(0.0, 1.0)
-
-
-def _group_index(groups: int | Tensor, rewards: Tensor) -> tuple[Tensor, int]:
-    """Group of each sample as 0..G-1 [N], and G."""
-    size = rewards.shape[0]
-    if isinstance(groups, int):
-        if groups < 1 or size % groups:
-            raise KvrlError(
-                f"num_generations: {groups} does not divide the {size} rewards of the batch; "
-                "give every prompt the same number of completions, or pass the group of each sample"
-            )
-        return torch.arange(size, device=rewards.device) // groups, size // groups
-    unique, index = groups.to(rewards.device).unique(return_inverse=True)
-    return index, unique.numel()

@@ -1,33 +1,21 @@
 """What an objective does about a mismatch between the sampler's view and the learner's: weigh or reject.
 
-A correction is a level, an action and bounds. Some names from the literature:
-
-| name | level | action | bounds |
-|---|---|---|---|
-| truncated importance sampling (TIS) | token | truncate | [null, 2.0] |
-| IcePop (arXiv 2510.18855) | token | mask | [0.5, 5.0] |
-| masked importance sampling (MIS) | sequence_sum | mask | [null, 2.0] |
-| geometric rejection | sequence_mean | reject | [0.99, 1.01] |
-| Sparse-RL's rejection (arXiv 2601.10079) | token | reject | [0.0001, null] |
+A correction is a level, an action and bounds; `kvrl.objectives.presets` has those that the literature names.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, model_validator
 from torch import Tensor
 
 from kvrl.errors import KvrlError
-
-Level = Literal["token", "sequence_sum", "sequence_mean"]
-Action = Literal["truncate", "mask", "reject"]
-Bounds = tuple[float | None, float | None]
-
-MAX_LOG = 700.0  # exp of it is still a double
+from kvrl.objectives.presets import PRESETS, TIS, Action, Bounds, Level, PresetName
+from kvrl.objectives.ratios import ratio_metrics, share, weights_of
 
 
 class CorrectionConfig(BaseModel):
@@ -35,14 +23,23 @@ class CorrectionConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    level: Level = "token"
+    preset: PresetName | None = None
+    """A correction by name (tis, mis, icepop, geometric, sequence_mask); fields given beside it override it."""
+    level: Level = TIS.level
     """What has a ratio: a token, or a sequence (product of its tokens' ratios, or their geometric mean)."""
-    action: Action = "truncate"
+    action: Action = TIS.action
     """`truncate` clamps weights into the bounds, `mask` zeroes those outside, `reject` drops sequences."""
-    bounds: Bounds = (None, 2.0)
+    bounds: Bounds = TIS.bounds
     """Lowest and highest ratio allowed, both inclusive; null for no bound."""
-    normalize: bool = False
+    normalize: bool = TIS.normalize
     """Divide the weights by their mean over the batch (of the tokens or sequences that were not masked)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("preset") in PRESETS:
+            return PRESETS[data["preset"]]._asdict() | data
+        return data
 
     @model_validator(mode="after")
     def _check(self) -> CorrectionConfig:
@@ -63,14 +60,21 @@ class CorrectionConfig(BaseModel):
 
 @dataclass(frozen=True)
 class Correction:
-    """What `correction` decided, without gradient."""
+    """What a correction decided for one rollout batch, without gradient."""
 
     weights: Tensor
     """[N, C]; for the loss's clipped term. 0 outside the mask, and for what was masked or rejected."""
     keep: Tensor
     """[N] bool; False for a rejected sequence."""
+    mask: Tensor
+    """[N, C] bool; the tokens that the loss counts in its denominators and that its KL term covers."""
     metrics: dict[str, float]
     """Raw ratios and shares, before any action."""
+
+    def all_rejected(self, rows: list[int] | slice = slice(None)) -> bool:
+        """Whether `rows` (those of one optimiser step) have active tokens, and every sequence with any was rejected."""
+        active = self.mask[rows].any(-1)  # [n]
+        return bool(active.any()) and not bool((active & self.keep[rows]).any())
 
 
 def correction(
@@ -84,15 +88,14 @@ def correction(
     mean). At sequence levels all tokens of a sequence have its weight.
 
     - truncate: the weight is the ratio clamped into `bounds`.
-    - mask: the weight is the ratio inside `bounds`, 0 outside. The tokens stay in the loss's denominator.
+    - mask: the weight is the ratio inside `bounds`, 0 outside.
     - reject: a sequence is dropped if its ratio, or at token level that of any of its tokens, lies outside
       `bounds`. Kept sequences have weight 1.
 
-    normalize needs the whole rollout batch in one call. Metrics, of the raw ratios of the level, with the
-    prefix "correction/": ratio_min, ratio_mean, ratio_max (capped at e^700), effective_sample_size ((sum
-    w)^2 / sum w^2 as a share of the number of ratios: 1 = no mismatch), share_below and share_above the
-    bounds, share_clipped, share_masked, and share_rejected (of sequences). Raises KvrlError as
-    `check_correction` does.
+    What has weight 0 stays in the loss's denominators: the result's mask is the given one. normalize needs
+    the whole rollout batch in one call. Metrics, of the raw ratios of the level, with the prefix
+    "correction/": those of `ratio_metrics`, share_below and share_above the bounds, share_clipped,
+    share_masked, and share_rejected (of sequences). Raises KvrlError as `check_correction` does.
     """
     check_correction(level, action, bounds, normalize)
     log_weights, units = _at_level(log_ratio.detach(), mask, level)  # [N, C] or [N, 1]
@@ -101,25 +104,21 @@ def correction(
     above = units & (log_weights > high) if high is not None else torch.zeros_like(units)
     outside = below | above
     rejected = outside.any(-1) if action == "reject" else torch.zeros_like(mask[:, 0])  # [N]
-    metrics = _ratio_metrics(log_weights[units]) | {
-        "share_below": _share(below, units),
-        "share_above": _share(above, units),
-        "share_clipped": _share(outside, units) if action == "truncate" else 0.0,
-        "share_masked": _share(outside, units) if action == "mask" else 0.0,
-        "share_rejected": _share(rejected, mask.any(-1)),
+    metrics = ratio_metrics(log_weights[units]) | {
+        "share_below": share(below, units),
+        "share_above": share(above, units),
+        "share_clipped": share(outside, units) if action == "truncate" else 0.0,
+        "share_masked": share(outside, units) if action == "mask" else 0.0,
+        "share_rejected": share(rejected, mask.any(-1)),
     }
 
     if action == "reject":
         weights = (~rejected)[:, None].to(log_ratio.dtype)  # [N, 1]
     else:
-        log_weights = log_weights.clamp(low, high)
         active = units & ~outside if action == "mask" else units
-        if normalize and active.any():
-            # In logs: a batch of weights that all underflow would be 0 / 0.
-            log_weights = log_weights - (log_weights[active].logsumexp(0) - math.log(int(active.sum())))
-        weights = torch.where(active, log_weights.exp(), 0)  # [N, C] or [N, 1]
+        weights = weights_of(log_weights.clamp(low, high), active, normalize)  # [N, C] or [N, 1]
     weights = torch.where(mask, weights, 0)  # [N, C]
-    return Correction(weights, ~rejected, {f"correction/{name}": value for name, value in metrics.items()})
+    return Correction(weights, ~rejected, mask, {f"correction/{name}": value for name, value in metrics.items()})
 
 
 def check_correction(level: str, action: str, bounds: Bounds, normalize: bool) -> None:
@@ -156,26 +155,3 @@ def _at_level(log_ratio: Tensor, mask: Tensor, level: Level) -> tuple[Tensor, Te
     if level == "sequence_mean":
         total = total / mask.sum(-1, keepdim=True).clamp(min=1)
     return total, mask.any(-1, keepdim=True)
-
-
-def _ratio_metrics(log_ratios: Tensor) -> dict[str, float]:
-    """Statistics of exp(log_ratios) [M], in logs so that none of them overflows; empty for M = 0."""
-    count = log_ratios.numel()
-    if count == 0:
-        return {}
-    log_sum = float(log_ratios.logsumexp(0))
-    log_sum_of_squares = float((2 * log_ratios).logsumexp(0))
-    return {
-        "ratio_min": _exp(float(log_ratios.min())),
-        "ratio_mean": _exp(log_sum - math.log(count)),
-        "ratio_max": _exp(float(log_ratios.max())),
-        "effective_sample_size": _exp(2 * log_sum - log_sum_of_squares) / count,
-    }
-
-
-def _exp(value: float) -> float:
-    return math.exp(min(value, MAX_LOG))
-
-
-def _share(part: Tensor, whole: Tensor) -> float:
-    return float(part.sum()) / max(int(whole.sum()), 1)

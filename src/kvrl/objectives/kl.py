@@ -6,8 +6,13 @@ log, any shape). Both log-probs must be in the same view: the learner's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
@@ -25,3 +30,6 @@ def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
     log_ratio = ref_logps - logps
     # expm1: exp(x) - 1 loses every digit for the small differences of the first steps.
     return torch.expm1(log_ratio) - log_ratio
+
+
+ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}

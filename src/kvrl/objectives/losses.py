@@ -57,9 +57,10 @@ def policy_loss(
 ) -> tuple[Tensor, Metrics]:
     """This micro-batch's share of the loss, and its metrics. The shares of a step add up to the step's loss.
 
-    logps, old_logps, ref_logps: [N, C]; advantages: [N]; mask: [N, C] bool, True = counts; token_weights:
-    [N, C], a correction, multiplies the clipped term but not the KL term. With r = exp(logps - old_logps)
-    per token, A = advantages, e = epsilon and h = epsilon_high (epsilon if None):
+    logps, old_logps, ref_logps: [N, C]; advantages: [N], or [N, C] for one per token (PPO: dapo is its loss);
+    mask: [N, C] bool, True = counts; token_weights: [N, C], a correction, multiplies the clipped term but not
+    the KL term. With r = exp(logps - old_logps) per token, A = advantages, e = epsilon and h = epsilon_high
+    (epsilon if None):
 
     - grpo (arXiv 2402.03300, eq. 3): -min(r A, clip(r, 1-e, 1+h) A), averaged within each sequence and then
       over the sequences.
@@ -77,10 +78,16 @@ def policy_loss(
 
     Metrics, before any clipping: ratio (of sequences for gspo), clip_low and clip_high (ratios at which
     clipping acts: below the range with A < 0, above it with A > 0; for cispo above it whatever A), and kl
-    if `ref_logps` is given. Raises KvrlError for an unknown loss_type, and for a beta without `ref_logps`.
+    if `ref_logps` is given. Raises KvrlError for an unknown loss_type, for a beta without `ref_logps`, and for
+    gspo with an advantage per token.
     """
     if beta and ref_logps is None:
         raise KvrlError(f"beta: {beta} needs the reference policy's log-probs; pass ref_logps or set it to 0")
+    if loss_type == "gspo" and advantages.dim() == 2:
+        raise KvrlError(
+            "loss_type: gspo has one ratio per sequence, which would average an advantage per token away; "
+            "use dapo, grpo, dr_grpo or cispo, or an algorithm with one advantage per completion"
+        )
     upper = 1.0 + (epsilon if epsilon_high is None else epsilon_high)
     # where, not *: padding may hold anything, and 0 * inf would be NaN in the loss and in its gradient.
     log_ratio = torch.where(mask, logps - old_logps, 0)  # [N, C]
@@ -90,7 +97,8 @@ def policy_loss(
         log_ratio = (log_ratio.sum(-1) / lengths)[:, None]  # [N, 1]
         units = mask.any(-1, keepdim=True)  # [N, 1]
     ratio = log_ratio.exp()  # [N, C] or [N, 1]
-    advantage = advantages[:, None]  # [N, 1]
+    advantage = advantages if advantages.dim() == 2 else advantages[:, None]  # [N, C] or [N, 1]
+    advantage = torch.where(units, advantage, 0)  # [N, C], or [N, 1] for gspo
 
     if loss_type == "cispo":
         objective = ratio.clamp(max=upper).detach() * advantage * logps  # [N, C]
@@ -104,17 +112,17 @@ def policy_loss(
 
     loss = -objective.expand_as(logps)  # [N, C]
     if token_weights is not None:
-        loss = loss * token_weights
+        loss = loss * torch.where(mask, token_weights, 0)
     metrics = {
-        **_extremes("ratio", ratio, units),
-        **_total("ratio", ratio, units),
-        **_total("clip_low", clipped_low, units),
-        **_total("clip_high", clipped_high, units),
+        **extremes("ratio", ratio, units),
+        **total("ratio", ratio, units),
+        **total("clip_low", clipped_low, units),
+        **total("clip_high", clipped_high, units),
     }
     if ref_logps is not None:
         kl = k3(torch.where(mask, logps, 0), torch.where(mask, ref_logps, 0))  # [N, C]
         loss = loss + beta * kl
-        metrics.update(_total("kl", kl, mask))
+        metrics.update(total("kl", kl, mask))
 
     per_sequence = torch.where(mask, loss, 0).sum(-1)  # [N]
     share = (per_sequence / _denominator(loss_type, lengths, normaliser, max_completion_length)).sum()
@@ -164,11 +172,13 @@ def _denominator(loss_type: LossType, lengths: Tensor, normaliser: LossNormalise
             raise KvrlError(f"loss_type: {loss_type!r} is unknown; use one of grpo, dr_grpo, dapo, gspo, cispo")
 
 
-def _total(name: str, values: Tensor, where: Tensor) -> Metrics:
+def total(name: str, values: Tensor, where: Tensor) -> Metrics:
+    """Sum and count of values where `where`, both of one shape, without gradient."""
     return {f"{name}/sum": torch.where(where, values.detach(), 0).sum(), f"{name}/count": where.sum()}
 
 
-def _extremes(name: str, values: Tensor, where: Tensor) -> Metrics:
+def extremes(name: str, values: Tensor, where: Tensor) -> Metrics:
+    """Least and greatest of values where `where`, both of one shape, without gradient."""
     values = values.detach()
     return {
         f"{name}/min": values.masked_fill(~where, torch.inf).min(),

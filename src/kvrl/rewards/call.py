@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,9 +15,11 @@ import torch
 from torch import Tensor
 
 from kvrl.errors import KvrlError
+from kvrl.rewards.background import OverTime, is_async, run_sync, start_async
+from kvrl.rewards.base import Reward
 
 RewardFunc = Callable[..., Any]
-"""func(prompts=list, completions=list[str], **columns: list) -> one float or None per completion."""
+"""func(prompts=list, completions=list[str], **columns: list) -> one float or None per completion; may be async."""
 
 RESERVED = ("completions", "prompts", "self")
 """Names that a data set's column cannot have: a reward function gets its own arguments under them."""
@@ -33,7 +38,7 @@ class Scores:
     names: list[str]
     """[F], the functions' names, made unique."""
     errors: int
-    """Rewards that on_error="drop" turned into None: NaN, infinities and exceptions."""
+    """Rewards that on_error="drop" turned into None: NaN, infinities, exceptions and time limits passed."""
 
     def metrics(self) -> dict[str, float]:
         """Mean reward and mean of each function (absent where none was given), and the number of errors."""
@@ -46,8 +51,8 @@ class Scores:
         return means | {"reward_errors": float(self.errors)}
 
 
-class _BadReward(Exception):
-    """What a function did instead of giving a reward."""
+class BadReward(Exception):
+    """Why there is no reward for a sample. A function may put one in its list, and on_error then decides."""
 
 
 def score(
@@ -56,135 +61,198 @@ def score(
     completions: list[str],
     columns: Mapping[str, list],
     on_error: Literal["stop", "drop"] = "stop",
+    *,
+    names: Sequence[str] | None = None,
+    timeout: float | None = None,
 ) -> Scores:
     """Call every function once on the whole batch and sum what they return, weighted.
 
     weights: one per function, None = all 1. columns: the dataset's columns, each a list of
     len(completions); column "prompt" is passed as `prompts`, the others under their own names, as TRL does.
     None from a function leaves that function out of the sample's sum; None from all of them drops the
-    sample (NaN). Tensors, arrays and booleans are taken as numbers.
+    sample (NaN). Tensors, arrays and booleans are taken as numbers. Async functions run together, while the others
+    run one after another. names: what the functions are called in metrics and messages, None = their own names.
 
-    A NaN, an infinity, a value that is no number, or an exception stops with a KvrlError that names
+    A NaN, an infinity, a value that is no number, a BadReward or an exception stops with a KvrlError that names
     function, sample and prompt; with on_error="drop" it counts as None. To name the sample, a function that
     raised is called again with one sample at a time; if no single sample raises, the whole batch counts as
-    bad. A result of the wrong length and a function that cannot take the arguments always stop.
+    bad. So does a batch that takes longer than `timeout` seconds: an async function is then cancelled, another is
+    left to itself in its thread. A result of the wrong length, a function that cannot take the arguments and a
+    KvrlError from the function always stop.
     """
     if weights is not None and len(weights) != len(reward_funcs):
         raise KvrlError(
-            f"reward_weights: {len(weights)} weights for {len(reward_funcs)} reward functions; give one each"
+            f"reward.weights: {len(weights)} weights for {len(reward_funcs)} reward functions; give one each"
         )
+    names = unique_names([_own_name(func) for func in reward_funcs] if names is None else names)
+    arguments = {"completions": completions} | arguments_of(columns)
+    for func, name in zip(reward_funcs, names, strict=True):
+        check_arguments(func, name, arguments)
+    with ExitStack() as started:
+        waits = [_begin(func, arguments, timeout, started) for func in reward_funcs]
+        results = {
+            i: _collect(reward_funcs[i], names[i], arguments, waits[i], on_error, timeout)
+            for i in sorted(range(len(names)), key=lambda i: is_async(reward_funcs[i]))  # which run meanwhile
+        }
+    per_function = torch.tensor([results[i][0] for i in range(len(names))], dtype=torch.float64).T  # [N, F]
+    scale = torch.tensor([1.0] * len(names) if weights is None else list(weights), dtype=torch.float64)  # [F]
+    rewards = (per_function * scale).nansum(-1)  # [N]
+    rewards[per_function.isnan().all(-1)] = torch.nan
+    return Scores(rewards.float(), per_function.float(), names, sum(failed for _, failed in results.values()))
+
+
+def arguments_of(columns: Mapping[str, list]) -> dict[str, list]:
+    """Columns under the names that reward functions get them by. Errors: KvrlError for a reserved name."""
     for name in RESERVED:
         if name in columns:
             raise KvrlError(
                 f"column {name}: the data set has it, but reward functions get {name} from the sampler; "
                 "rename the column"
             )
-    arguments = {"completions": completions} | {
-        ("prompts" if name == "prompt" else name): values for name, values in columns.items()
-    }
-    names = _unique_names(reward_funcs)
-    errors = 0
-    results: list[list[float]] = []
-    for func, name in zip(reward_funcs, names, strict=True):
-        values, failed = _call(func, name, arguments, on_error)
-        results.append(values)
-        errors += failed
-    per_function = torch.tensor(results, dtype=torch.float64).T  # [N, F]
-    scale = torch.tensor([1.0] * len(names) if weights is None else list(weights), dtype=torch.float64)  # [F]
-    rewards = (per_function * scale).nansum(-1)  # [N]
-    rewards[per_function.isnan().all(-1)] = torch.nan
-    return Scores(rewards.float(), per_function.float(), names, errors)
+    return {("prompts" if name == "prompt" else name): values for name, values in columns.items()}
 
 
-def _call(func: RewardFunc, name: str, arguments: dict[str, list], on_error: str) -> tuple[list[float], int]:
-    """One function on the batch: a number per completion, NaN for None, and how many errors were dropped."""
+def check_arguments(func: RewardFunc, name: str, arguments: Iterable[str]) -> None:
+    """Raise KvrlError if `func` cannot be called with arguments of these names."""
+    given = list(arguments)
+    signature = inspect.signature(func.__call__ if isinstance(func, Reward) else func)
+    keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [p.name for p in signature.parameters.values() if p.kind in keyword and p.default is p.empty]
+    needed += func.columns if isinstance(func, Reward) else ()
+    for column in needed:
+        if column not in given:
+            has = ", ".join(column for column in given if column != "completions") or "none"
+            remedy = "say in its params which one it reads" if isinstance(func, Reward) else "rename its argument"
+            raise KvrlError(f"reward.funcs.{name}: needs column {column}, and the data has {has}; {remedy}, or rename "
+                            "the column")  # fmt: skip
+    for param in func.keywords if isinstance(func, functools.partial) else ():
+        if param in given:
+            raise KvrlError(f"reward.funcs.{name}.params.{param}: the data has a column of that name; rename one")
     try:
-        inspect.signature(func).bind(**arguments)
+        signature.bind(**dict.fromkeys(given))
     except TypeError as error:
         raise KvrlError(
-            f"reward_funcs.{name}: cannot be called with {', '.join(arguments)} ({error}); "
+            f"reward.funcs.{name}: cannot be called with {', '.join(given)} ({error}); "
             "name the columns it needs and accept the others with **kwargs"
         ) from error
+
+
+def unique_names(names: Sequence[str]) -> list[str]:
+    """The names, with the place in the list where two are the same."""
+    return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
+
+
+def _own_name(func: RewardFunc) -> str:
+    return getattr(func, "__name__", type(func).__name__)
+
+
+def _begin(
+    func: RewardFunc, arguments: Mapping[str, list], limit: float | None, started: ExitStack
+) -> Callable[[], Any]:
+    """A call that gives the function's result. An async one runs from now on, and is cancelled with `started`."""
+    if not is_async(func):
+        return lambda: run_sync(lambda: func(**arguments), limit)
+    future = start_async(func(**arguments), limit)
+    started.callback(future.cancel)
+    return future.result
+
+
+def _collect(
+    func: RewardFunc, name: str, arguments: Mapping[str, list], wait: Callable[[], Any], on_error: str,
+    timeout: float | None,
+) -> tuple[list[float], int]:  # fmt: skip
+    """One function's results: a number per completion, NaN for None, and how many errors were dropped."""
     size = len(arguments["completions"])
-    values: list[float] = []
-    failed = 0
     try:
-        answers = _answers(func, name, arguments, size)
-    except _BadReward as bad:
-        answers = [_single(func, name, arguments, i) for i in range(size)]
-        if not any(isinstance(answer, _BadReward) for answer in answers):
+        answers = _answers(wait, name, size)
+    except OverTime:
+        answers = [BadReward(f"took over {timeout:g} s")] * size
+        if on_error == "stop":
+            raise KvrlError(
+                f"reward.funcs.{name}: took over {timeout:g} s for a batch of {size}; mend the function, raise "
+                "reward.timeout, or set reward.on_error to drop"
+            ) from None
+    except BadReward as bad:
+        answers = _one_by_one(func, name, arguments, timeout)
+        if not any(isinstance(answer, BadReward) for answer in answers):
             answers = [bad] * size
             if on_error == "stop":
                 raise KvrlError(
-                    f"reward_funcs.{name}: {bad} on a batch of {size}, but on no single sample of it; mend "
-                    "the function, or set on_error to drop"
+                    f"reward.funcs.{name}: {bad} on a batch of {size}, but on no single sample of it; mend "
+                    "the function, or set reward.on_error to drop"
                 ) from bad.__cause__
+    values: list[float] = []
+    failed = 0
     for i, answer in enumerate(answers):
         number = _number(answer)
-        if not isinstance(number, _BadReward):
+        if not isinstance(number, BadReward):
             values.append(number)
         elif on_error == "drop":
             values.append(math.nan)
             failed += 1
         else:
             raise KvrlError(
-                f"reward_funcs.{name}: {number} for sample {i} (prompt {_excerpt(arguments, i)}); return a "
-                "finite number, or None to drop the sample, or set on_error to drop"
+                f"reward.funcs.{name}: {number} for sample {i} (prompt {_excerpt(arguments, i)}); return a "
+                "finite number, or None to drop the sample, or set reward.on_error to drop"
             ) from number.__cause__
     return values, failed
 
 
-def _answers(func: RewardFunc, name: str, arguments: dict[str, list], size: int) -> list:
-    """What the function returned, as a list of the right length; _BadReward if it raised."""
+def _answers(wait: Callable[[], Any], name: str, size: int) -> list:
+    """What the function returned, as a list of the right length; BadReward if it raised, OverTime if it was late."""
     try:
-        answers = func(**arguments)
+        answers = wait()
+    except (OverTime, KvrlError):
+        raise
     except Exception as error:  # a user's function may raise anything
-        bad = _BadReward(f"raised {type(error).__name__}: {' '.join(str(error).split())}")
-        raise bad from error
+        raise BadReward(f"raised {type(error).__name__}: {' '.join(str(error).split())}") from error
     try:
         answers = list(answers)
     except TypeError as error:
         raise KvrlError(
-            f"reward_funcs.{name}: returned {type(answers).__name__}; return a list of {size} numbers"
+            f"reward.funcs.{name}: returned {type(answers).__name__}; return a list of {size} numbers"
         ) from error
     if len(answers) != size:
         raise KvrlError(
-            f"reward_funcs.{name}: returned {len(answers)} rewards for {size} completions; return one for "
+            f"reward.funcs.{name}: returned {len(answers)} rewards for {size} completions; return one for "
             "each (None to drop a sample)"
         )
     return answers
 
 
-def _single(func: RewardFunc, name: str, arguments: dict[str, list], i: int) -> Any:
-    """The answer for sample i alone, or the _BadReward that it raised."""
-    try:
-        return _answers(func, name, {key: [values[i]] for key, values in arguments.items()}, 1)[0]
-    except _BadReward as bad:
-        return bad
+def _one_by_one(func: RewardFunc, name: str, arguments: Mapping[str, list], timeout: float | None) -> list:
+    """Each sample's answer alone, or the BadReward that it raised; all of them together within `timeout`."""
+    start = time.monotonic()
+    answers: list[Any] = []
+    for i in range(len(arguments["completions"])):
+        left = None if timeout is None else max(0.0, start + timeout - time.monotonic())
+        try:
+            with ExitStack() as started:
+                one = {key: [values[i]] for key, values in arguments.items()}
+                answers += _answers(_begin(func, one, left, started), name, 1)
+        except OverTime:
+            answers.append(BadReward(f"took over {timeout:g} s"))
+        except BadReward as bad:
+            answers.append(bad)
+    return answers
 
 
-def _number(answer: Any) -> float | _BadReward:
-    """The answer as a number, NaN for None; a _BadReward for anything that is no finite number."""
+def _number(answer: Any) -> float | BadReward:
+    """The answer as a number, NaN for None; a BadReward for anything that is no finite number."""
     if answer is None:
         return math.nan
-    if isinstance(answer, _BadReward):
+    if isinstance(answer, BadReward):
         return answer
     try:
         number = float(answer)
     except (TypeError, ValueError):
-        return _BadReward(f"returned {answer!r}")
-    return number if math.isfinite(number) else _BadReward(f"returned {number}")
+        return BadReward(f"returned {answer!r}")
+    return number if math.isfinite(number) else BadReward(f"returned {number}")
 
 
-def _excerpt(arguments: dict[str, list], i: int) -> str:
+def _excerpt(arguments: Mapping[str, list], i: int) -> str:
     """The start of a prompt, on one line."""
     if "prompts" not in arguments:
         return "not given"
     text = repr(arguments["prompts"][i])
     return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."
-
-
-def _unique_names(funcs: Sequence[RewardFunc]) -> list[str]:
-    """Each function's own name, with its place in the list where two share one."""
-    names = [getattr(func, "__name__", type(func).__name__) for func in funcs]
-    return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]

@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from kvrl.attention.probe import check_length, prepare, probe, text_config
 from kvrl.attention.sampler import DecodeContext, PrefillContext
-from kvrl.cache.compaction import Compactor
 from kvrl.cache.config import CacheConfig
+from kvrl.cache.memory import SCRATCH_BYTES, make_memory
 from kvrl.cache.policies import check_budget, make_policy
-from kvrl.cache.slots import KVSlots
 from kvrl.cache.trace import KVTrace, num_events, occupancy
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, decoder
@@ -48,7 +47,7 @@ class Engine:
         num_slots: int,
         max_prompt_length: int,
         tokenizer: Any = None,
-        scratch_bytes: int = 64 << 20,
+        scratch_bytes: int = SCRATCH_BYTES,
         prefill_chunk: int = 512,
     ) -> None:
         if num_slots < 1:
@@ -59,8 +58,6 @@ class Engine:
         check_head(model)
         self.spec = probe(model)
         self.policy = make_policy(cache)
-        # CPU products share out rows among threads by fours; in a ragged share a row's bits depend on its place.
-        self.num_slots = num_slots if num_slots <= 4 else -(-num_slots // 4) * 4
         self.prefill_chunk = prefill_chunk
         self.max_prompt_length = max_prompt_length
         self.max_tokens = max_prompt_length + sampling.max_completion_length
@@ -72,19 +69,13 @@ class Engine:
                 "model was made for (max_position_embeddings); expect poor text beyond",
                 stacklevel=2,
             )
-        # The full cache is a slot of max_tokens entries that never fills: the last token has no forward (contract 2).
-        dense = self.policy is None
-        self.budget = self.max_tokens - 1 if dense else cache.budget
-        self.buffer = 1 if dense else cache.buffer
         parameter = next(model.parameters())
         self.device = parameter.device
-        self.slots = KVSlots(
-            self.spec, self.num_slots, budget=self.budget, buffer=self.buffer, max_tokens=self.max_tokens,
-            policy=self.policy, dtype=parameter.dtype, device=self.device,
+        self.slots, self.compactor = make_memory(
+            self.spec, cache, num_slots=num_slots, max_tokens=self.max_tokens, dtype=parameter.dtype,
+            device=self.device, scratch_bytes=scratch_bytes,
         )  # fmt: skip
-        self.compactor = (
-            None if dense else Compactor(self.slots, protect_prompt=cache.protect_prompt, scratch_bytes=scratch_bytes)
-        )
+        self.num_slots, self.budget, self.buffer = self.slots.num_slots, self.slots.budget, self.slots.buffer
         self.eos = frozenset(sampling.eos_token_ids if sampling.eos_token_ids is not None else eos_ids(model))
 
     @property

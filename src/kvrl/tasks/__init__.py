@@ -25,13 +25,22 @@ TASKS = {
     "recurrence": "kvrl.tasks.recurrence:Recurrence",
     "jsonl": "kvrl.tasks.jsonl:JsonLines",
     "reasoning_gym": "kvrl.tasks.reasoning_gym:ReasoningGym",
+    "gsm8k": "kvrl.tasks.gsm8k:Gsm8k",
+    "math": "kvrl.tasks.math:Math",
+    "mawps": "kvrl.tasks.word_problems:Mawps",
+    "svamp": "kvrl.tasks.word_problems:Svamp",
+    "tldr": "kvrl.tasks.summaries:Tldr",
+    "govreport": "kvrl.tasks.summaries:GovReport",
+    "hotpotqa": "kvrl.tasks.hotpotqa:HotpotQA",
 }
 
 
 class Task(Protocol):
     """Problems, their scorer and their worked solutions."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """Its name in the registry."""
 
     def rows(self, split: str, n: int, seed: int) -> list[dict[str, Any]]:
         """`n` problems of split `train` or `eval`, which never overlap: `prompt` and the reward's columns."""

@@ -10,23 +10,15 @@ import dataclasses
 import difflib
 import hashlib
 import random
-import re
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvrl.errors import KvrlError
 from kvrl.tasks import Prompt
-
-AnswerFormat = Literal["marker", "tags", "last_line"]
-
-INSTRUCTIONS: dict[AnswerFormat, str] = {
-    "marker": 'Work step by step, then write "Answer:" and the answer.',
-    "tags": "Work step by step, then write the answer between <answer> and </answer>.",
-    "last_line": "Work step by step, then write the answer alone on the last line.",
-}
+from kvrl.tasks.answers import INSTRUCTIONS, AnswerFormat, extract_answer, format_answer
 
 HELD_OUT_SHARE = 1 / 4  # of all questions, by a hash of their text
 DRAWS_PER_ROW = 16
@@ -145,26 +137,6 @@ class ReasoningGym(BaseModel):
                 "lower it or widen task.params.config"
             )
         return chosen
-
-
-def extract_answer(completion: str, answer_format: AnswerFormat) -> str | None:
-    """The answer's text in a completion, or None: `marker`, `tags` or `last_line` (see `answer_format`).
-
-    Control tokens at the end, such as `<|im_end|>`, are no part of the text.
-    """
-    text = re.sub(r"(\s*<\|[^<>|]*\|>)+\s*$", "", completion)
-    if answer_format == "tags":
-        found = re.findall(r"<answer>(.*?)</answer>", text, flags=re.DOTALL)
-    elif answer_format == "marker":
-        found = re.split(r"answer:", text, flags=re.IGNORECASE)[1:]
-    else:
-        found = text.strip().splitlines()
-    return (found[-1].strip() or None) if found else None
-
-
-def format_answer(answer: str, answer_format: AnswerFormat) -> str:
-    """The line that `extract_answer` reads back."""
-    return {"marker": f"Answer: {answer}", "tags": f"<answer>{answer}</answer>", "last_line": answer}[answer_format]
 
 
 def trace_chain_sum(entry: dict[str, Any], mistake_rate: float, rng: random.Random) -> tuple[str, str]:

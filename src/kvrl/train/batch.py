@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from kvrl.learner import completion_mask
-from kvrl.objectives.advantages import Advantages, group_advantages, overlong_penalty
+from kvrl.objectives.advantages import Advantages, overlong_penalty
 from kvrl.sampler.types import Rollout
+from kvrl.train.algorithms import make_algorithm
 from kvrl.train.config import Config
 
 
@@ -20,20 +21,20 @@ class Batch:
     """N scored rollouts: groups are consecutive. mask is what the loss counts."""
 
     rollouts: list[Rollout]
-    rewards: Tensor  # f32 [N], NaN where there was none
+    rewards: Tensor  # f32 [N], length penalty included, NaN where there was none
     advantages: Advantages
     mask: Tensor  # bool [N, C]
 
     @classmethod
     def build(cls, rollouts: list[Rollout], rewards: Tensor, config: Config) -> Batch:
-        """Penalise length, compare within groups, and take out what must not count."""
-        grpo, limit = config.grpo, config.sampling.max_completion_length
+        """Penalise length, compare as the algorithm does, and take out what must not count."""
+        settings, limit = config.settings, config.sampling.max_completion_length
         lengths = torch.tensor([len(r.completion_ids) for r in rollouts])
-        if grpo.overlong_penalty is not None:
-            rewards = rewards + overlong_penalty(lengths, limit, grpo.overlong_penalty.cache_length)
-        advantages = group_advantages(rewards, grpo.num_generations, grpo.scale_rewards)
+        if settings.overlong_penalty is not None:
+            rewards = rewards + overlong_penalty(lengths, limit, settings.overlong_penalty.cache_length)
+        advantages = make_algorithm(config).compare(rewards)
         mask = completion_mask(rollouts) & advantages.keep[:, None]
-        if grpo.mask_truncated_completions:
+        if settings.mask_truncated_completions:
             truncated = torch.tensor([r.finish_reason == "length" for r in rollouts])
             mask &= ~truncated[:, None]
         return cls(rollouts, rewards, advantages, mask)
@@ -71,13 +72,17 @@ def minibatches(count: int, num_minibatches: int, group: int, seed: int) -> Iter
         yield [g * group + j for g in part for j in range(group)]
 
 
-def micro_batches(rollouts: Sequence[Rollout], indices: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Indices by length, cut so that rows times padded length stays within max_tokens (one row at least)."""
+def micro_batches(rollouts: Sequence[Rollout], units: Sequence[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
+    """Indices by length, cut so that rows times padded length stays within max_tokens (one unit at least).
+
+    units: indices that stay together.
+    """
     part: list[int] = []
-    for i in sorted(indices, key=lambda i: rollouts[i].num_tokens):
-        if part and (len(part) + 1) * rollouts[i].num_tokens > max_tokens:
+    longest = [max(rollouts[i].num_tokens for i in unit) for unit in units]
+    for u in sorted(range(len(units)), key=lambda u: longest[u]):
+        if part and (len(part) + len(units[u])) * longest[u] > max_tokens:
             yield part
             part = []
-        part.append(i)
+        part += units[u]
     if part:
         yield part

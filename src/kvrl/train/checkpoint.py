@@ -14,6 +14,7 @@ from torch import nn
 
 from kvrl.errors import KvrlError
 from kvrl.train.config import Config
+from kvrl.train.distiller import Distiller
 
 STATE, CONFIG, TRAINING, MODEL = "state.json", "config.json", "optimizer.pt", "model"
 
@@ -25,7 +26,7 @@ much memory it takes. `train.max_steps` may grow too, under the constant learnin
 
 def save_checkpoint(
     output_dir: Path, step: int, *, model: nn.Module, tokenizer: Any, optimizer: Any, scheduler: Any, state: dict,
-    config: Config,
+    config: Config, critic: nn.Module | None = None, distiller: Distiller | None = None,
 ) -> Path:  # fmt: skip
     """Write `checkpoints/step-N` (whole or not at all) after step N; delete the oldest beyond `checkpoint.keep`."""
     folder = output_dir / "checkpoints" / f"step-{step:06d}"
@@ -33,7 +34,8 @@ def save_checkpoint(
     shutil.rmtree(partial, ignore_errors=True)
     save_model(partial / MODEL, model, tokenizer)
     torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
-                "torch_rng": torch.get_rng_state()}, partial / TRAINING)  # fmt: skip
+                "torch_rng": torch.get_rng_state(), "critic": None if critic is None else critic.state_dict(),
+                "distiller": None if distiller is None else distiller.state_dict()}, partial / TRAINING)  # fmt: skip
     (partial / CONFIG).write_text(config.model_dump_json(indent=2))
     (partial / STATE).write_text(json.dumps({"step": step, **state}, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
@@ -117,8 +119,10 @@ def _read_json(file: Path) -> dict[str, Any]:
         raise KvrlError(f"checkpoint.resume: {file} is no JSON ({error}); resume from another checkpoint") from None
 
 
-def load_training(folder: Path, optimizer: Any, scheduler: Any) -> None:
-    """Restore optimiser, scheduler and the global random stream."""
+def load_training(
+    folder: Path, *, optimizer: Any, scheduler: Any, critic: nn.Module | None = None, distiller: Distiller | None = None
+) -> None:
+    """Restore optimiser, scheduler, the global random stream, and what learns or moves beside the model."""
     file = folder / TRAINING
     try:
         saved = torch.load(file, weights_only=True)
@@ -130,6 +134,9 @@ def load_training(folder: Path, optimizer: Any, scheduler: Any) -> None:
     optimizer.load_state_dict(saved["optimizer"])
     scheduler.load_state_dict(saved["scheduler"])
     torch.set_rng_state(saved["torch_rng"])
+    for part, state in ((critic, saved["critic"]), (distiller, saved["distiller"])):
+        if part is not None:
+            part.load_state_dict(state)
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:

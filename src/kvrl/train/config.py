@@ -11,20 +11,30 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
 from kvrl.objectives.corrections import CorrectionConfig
+from kvrl.objectives.distill import KLKind
+from kvrl.objectives.sparse_rl import SparseRLConfig
+from kvrl.rewards.config import RewardSettings
 from kvrl.sampler.config import SamplingConfig
+from kvrl.train.algorithms.settings import (
+    AlgorithmSettings,
+    GrpoSettings,
+    OnlineDpoSettings,
+    PpoSettings,
+    RlooSettings,
+)
+from kvrl.train.section import NonNegative, Positive, Section
+from kvrl.views import View
 
-Method = Literal["dense", "naive", "corrected", "shadow_mask"]
+Method = Literal["dense", "naive", "corrected", "sparse_rl", "shadow_mask"]
+AlgorithmName = Literal["grpo", "rloo", "ppo", "online_dpo"]
 DType = Literal["float32", "bfloat16"]
-View = Literal["sparse", "dense"]
 Budget = Annotated[int, Field(ge=1)] | Literal["full"]
-Positive = Annotated[float, Field(gt=0)]
-NonNegative = Annotated[float, Field(ge=0)]
 
 MAX_DEFAULT_SLOTS = 128
 
@@ -32,12 +42,6 @@ MAX_DEFAULT_SLOTS = 128
 # bfloat16 over the noise between a cached and an uncached forward: 0.027 and 0.15 on SmolLM2's open text
 # without any eviction (`kvrl parity --model smollm2-135m --dtype bfloat16`), where a dense learner is off by 0.13.
 PARITY_TOLERANCES: dict[str, tuple[float, float]] = {"float32": (1e-5, 1e-4), "bfloat16": (0.05, 0.3)}
-
-
-class Section(BaseModel):
-    """A part of the configuration: unknown fields, infinities and NaN are errors."""
-
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
 class ModelSettings(Section):
@@ -76,6 +80,11 @@ class RolloutSettings(Section):
     """Sequences decoded at once. Default: prompts_per_step * num_generations, at most 128."""
     on_small_budget: Literal["stop", "drop"] = "stop"
     """A prompt, held out or not, whose protected entries exceed the budget stops the run, or is dropped and counted."""
+    max_prompt_length: int | None = Field(None, ge=1)
+    """Most tokens of a prompt, held out or not; a longer one is never cut. None: no limit but the model's. If it is
+    set, slots of the full cache are made for this length, whatever the prompts."""
+    on_long_prompt: Literal["stop", "drop"] = "stop"
+    """A prompt over max_prompt_length stops the run, or is dropped and counted."""
 
 
 class ReplaySettings(Section):
@@ -92,46 +101,27 @@ class TaskSettings(Section):
     """Parameters of the task, checked by the task."""
 
 
-class RewardSettings(Section):
-    on_error: Literal["stop", "drop"] = "stop"
-    """A NaN or an exception of the reward stops the run with the sample named, or drops the sample."""
+class DistillSettings(Section):
+    """Track 2 of Shadow Mask Distillation: a full-vocabulary KL between the two views, per response token."""
 
-
-class OverlongPenalty(Section):
-    cache_length: int = Field(ge=1)
-    """Tokens before max_completion_length over which the reward falls linearly by 1 (DAPO, eq. 13)."""
-
-
-class DynamicSampling(Section):
-    max_rounds: int = Field(ge=1)
-    """Rollout rounds that may be spent to replace groups whose rewards are all equal (DAPO)."""
-
-
-class GrpoSettings(Section):
-    num_generations: int = Field(8, ge=2)
-    """Completions of one prompt: the group over which rewards are compared. The sampler follows it."""
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
-    """How tokens are weighted and ratios clipped."""
-    scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Standard deviation that divides the advantages: the group's, the batch's, or none."""
-    beta: NonNegative = 0.0
-    """Weight of the k3 KL to the reference policy, in the learner's view. 0: no reference is computed."""
-    epsilon: NonNegative = 0.2
-    """Clip range of the ratio below 1."""
-    epsilon_high: NonNegative | None = None
-    """Clip range of the ratio above 1. Default: epsilon."""
-    num_iterations: int = Field(1, ge=1)
-    """Optimiser passes over one rollout batch."""
-    num_minibatches: int = Field(1, ge=1)
-    """Optimiser steps that one pass over the rollout batch is split into."""
-    mask_truncated_completions: bool = False
-    """Leave completions that hit max_completion_length out of the loss."""
-    overlong_penalty: OverlongPenalty | None = None
-    """Soft penalty on the length of completions."""
-    dynamic_sampling: DynamicSampling | None = None
-    """Refill groups without signal."""
-    old_logprobs: Literal["sampler", "recompute"] = "recompute"
-    """Denominator of the ratio: the sampler's own log-probs, or a forward pass in the learner's view."""
+    weight: NonNegative = 0.0
+    """Weight of the term (the paper: 0.1). 0: no dense forward."""
+    teacher: View = "sparse"
+    """The view that teaches, without gradient; the other learns (the paper: sparse)."""
+    teacher_weights: Literal["live", "start", "average"] = "live"
+    """Whose weights teach: the policy's as they are, the starting model's, or a moving average of the policy's."""
+    average_decay: float = Field(0.99, ge=0, lt=1)
+    """Decay of the average after each optimiser step."""
+    kl: KLKind = "forward"
+    """`forward` is KL(teacher || student), `reverse` KL(student || teacher), `js` Jensen-Shannon."""
+    top_k: int | None = Field(None, ge=1)
+    """Ids of the teacher's distribution that are told apart, the rest being one event; None: all."""
+    warmup_steps: int = Field(0, ge=0)
+    """Rollout batches over which the weight rises from 0."""
+    grad_ratio: Positive | None = None
+    """Hold the gradient norm of the weighted term at this share of the objective's, by moving the weight."""
+    positive_only: bool = False
+    """Only at tokens of completions with a positive advantage."""
 
 
 class TrainSettings(Section):
@@ -208,8 +198,8 @@ class Config(Section):
 
     method: Method = "shadow_mask"
     """Which cache the rollouts use, in which view the learner computes, and what it does about a mismatch."""
-    algorithm: Literal["grpo"] = "grpo"
-    """The reinforcement learning algorithm."""
+    algorithm: AlgorithmName = "grpo"
+    """The reinforcement learning algorithm; its settings stand in the section of its name."""
     output_dir: str = "runs/default"
     """Where metrics, checkpoints, table and plot go."""
     overwrite_output_dir: bool = False
@@ -220,7 +210,12 @@ class Config(Section):
     lora: LoraSettings | None = None
     cache: CacheConfig = CacheConfig()
     grpo: GrpoSettings = GrpoSettings()
+    rloo: RlooSettings = RlooSettings()
+    ppo: PpoSettings = PpoSettings()
+    online_dpo: OnlineDpoSettings = OnlineDpoSettings()
     correction: CorrectionConfig = CorrectionConfig()
+    sparse_rl: SparseRLConfig = SparseRLConfig()
+    distill: DistillSettings = DistillSettings()
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutSettings = RolloutSettings()
     replay: ReplaySettings = ReplaySettings()
@@ -231,6 +226,21 @@ class Config(Section):
     eval: EvalSettings = EvalSettings()
     parity: ParitySettings = ParitySettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
+
+    @property
+    def settings(self) -> AlgorithmSettings:
+        """The section of the algorithm in use."""
+        return getattr(self, self.algorithm)
+
+    @property
+    def updates(self) -> int:
+        """Optimiser steps of one rollout batch."""
+        return self.settings.num_iterations * self.settings.num_minibatches
+
+    @property
+    def distills(self) -> bool:
+        """Whether the views are distilled into each other."""
+        return self.method == "shadow_mask" and self.distill.weight > 0
 
     @property
     def learner_view(self) -> View:
@@ -250,7 +260,7 @@ class Config(Section):
     @property
     def slots(self) -> int:
         """Sequences decoded at once."""
-        batch = self.train.prompts_per_step * self.grpo.num_generations
+        batch = self.train.prompts_per_step * self.settings.num_generations
         return self.rollout.slots or min(batch, MAX_DEFAULT_SLOTS)
 
     @property
@@ -266,11 +276,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _group_size_has_one_place(self) -> Config:
-        wanted = self.grpo.num_generations
+        wanted = self.settings.num_generations
         if "num_generations" in self.sampling.model_fields_set and self.sampling.num_generations != wanted:
             raise KvrlError(
                 f"sampling.num_generations: {self.sampling.num_generations} differs from "
-                f"grpo.num_generations ({wanted}), which it follows; set grpo.num_generations alone"
+                f"{self.algorithm}.num_generations ({wanted}), which it follows; set {self.algorithm}.num_generations "
+                "alone"
             )
         self.sampling = self.sampling.model_copy(update={"num_generations": wanted})
         return self
@@ -282,12 +293,34 @@ class Config(Section):
                 f"cache.policy: dense keeps every entry, so method {self.method} has nothing to compress; "
                 "set method to dense, or cache.policy to one that `kvrl policies` lists"
             )
-        if self.grpo.old_logprobs == "sampler" and self.learner_view != self.sampler_view:
+        if self.settings.old_logprobs == "sampler" and self.learner_view != self.sampler_view:
             raise KvrlError(
-                f"grpo.old_logprobs: sampler gives log-probs in the {self.sampler_view} view, and the "
+                f"{self.algorithm}.old_logprobs: sampler gives log-probs in the {self.sampler_view} view, and the "
                 f"learner of method {self.method} is in the {self.learner_view} view; "
-                "set grpo.old_logprobs to recompute"
+                f"set {self.algorithm}.old_logprobs to recompute"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _method_fits_the_algorithm(self) -> Config:
+        if self.algorithm != "online_dpo":
+            return self
+        if self.method == "sparse_rl":
+            raise KvrlError(
+                "method: sparse_rl weighs the tokens of a policy gradient, and online_dpo's loss has no such term; "
+                "set method to corrected with correction.action reject, or algorithm to grpo, rloo or ppo"
+            )
+        if self.method == "corrected" and self.correction.action != "reject":
+            raise KvrlError(
+                f"correction.action: {self.correction.action} weighs the terms of a policy gradient, and online_dpo's "
+                "loss has none; set correction.action to reject, which leaves completions out of the pairs"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _distillation_fits_the_algorithm(self) -> Config:
+        if self.distills and self.distill.positive_only and self.algorithm == "online_dpo":
+            raise KvrlError("distill.positive_only: online_dpo compares pairs and has no advantages; set it to false")
         return self
 
     @model_validator(mode="after")
@@ -314,22 +347,23 @@ class Config(Section):
                 "sampling.temperature: 0 is greedy, so all completions of a prompt are equal and nothing can "
                 "be learned; set sampling.temperature above 0"
             )
-        penalty, limit = self.grpo.overlong_penalty, self.sampling.max_completion_length
+        penalty, limit = self.settings.overlong_penalty, self.sampling.max_completion_length
         if penalty is not None and penalty.cache_length > limit:
             raise KvrlError(
-                f"grpo.overlong_penalty.cache_length: {penalty.cache_length} is above "
+                f"{self.algorithm}.overlong_penalty.cache_length: {penalty.cache_length} is above "
                 f"sampling.max_completion_length ({limit}); lower it to at most {limit}"
             )
         return self
 
     @model_validator(mode="after")
     def _batch_and_schedule(self) -> Config:
-        if self.grpo.num_minibatches > self.train.prompts_per_step:
+        settings = self.settings
+        if settings.num_minibatches > self.train.prompts_per_step:
             raise KvrlError(
-                f"grpo.num_minibatches: {self.grpo.num_minibatches} is above train.prompts_per_step "
+                f"{self.algorithm}.num_minibatches: {settings.num_minibatches} is above train.prompts_per_step "
                 f"({self.train.prompts_per_step}); lower it or raise train.prompts_per_step"
             )
-        updates = self.train.max_steps * self.grpo.num_iterations * self.grpo.num_minibatches
+        updates = self.train.max_steps * self.updates
         if self.train.warmup_steps >= updates:
             raise KvrlError(
                 f"train.warmup_steps: {self.train.warmup_steps} is not below the run's {updates} optimiser "

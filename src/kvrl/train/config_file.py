@@ -154,6 +154,8 @@ def _nearest(field: str, kind: type[BaseModel]) -> str:
 
 def _section(kind: type[BaseModel], names: Sequence[str]) -> type[BaseModel]:
     for name in names:
+        if name.isdigit():  # a place in a list, whose entries have the fields
+            continue
         kind = next(_models(kind.model_fields[name].annotation))
     return kind
 
@@ -166,7 +168,7 @@ def _paths(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType, list):
         for part in typing.get_args(annotation):
             yield from _models(part)
     elif isinstance(annotation, type) and issubclass(annotation, BaseModel):

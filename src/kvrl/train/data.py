@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import check_budget, make_policy
 from kvrl.errors import KvrlError
 from kvrl.tasks import Task, encode_prompt
+from kvrl.train.config import RolloutSettings
+
+OnRefusal = Literal["stop", "drop"]
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """What a prompt may be: its protected entries within the budget of every cache, its tokens within max_length."""
+
+    caches: Sequence[CacheConfig]
+    max_length: int | None = None
+    on_small_budget: OnRefusal = "stop"
+    on_long_prompt: OnRefusal = "stop"
+
+    @classmethod
+    def of(cls, settings: RolloutSettings, *caches: CacheConfig) -> PromptLimits:
+        """The limits of a configuration under these caches."""
+        return cls(caches, settings.max_prompt_length, settings.on_small_budget, settings.on_long_prompt)
+
+    def refusal(self, length: int) -> tuple[KvrlError, OnRefusal] | None:
+        """Why a prompt of `length` tokens is refused, and what is then done; None if it is not."""
+        if self.max_length is not None and length > self.max_length:
+            return KvrlError(
+                f"rollout.max_prompt_length: {self.max_length} is below the prompt's {length} tokens; raise it, or set "
+                "rollout.on_long_prompt to drop"
+            ), self.on_long_prompt
+        for cache in self.caches:
+            policy = make_policy(cache)
+            try:
+                if policy is not None:
+                    check_budget(cache, policy, length)
+            except KvrlError as error:
+                return error, self.on_small_budget
+        return None
 
 
 @dataclass(frozen=True)
@@ -23,21 +58,17 @@ class PromptRow:
 class PromptStream:
     """Rows of the task's train split, block after block; `position` is all that a resumed run needs.
 
-    cache: where a prompt's protected entries exceed the budget, the prompt stops the run or is dropped and
-    counted, as on_small_budget says.
+    A prompt over one of the limits stops the run or is dropped and counted, as the limits say.
     """
 
-    def __init__(
-        self, task: Task, tokenizer: Any, *, seed: int, block: int, cache: CacheConfig, on_small_budget: str
-    ) -> None:
-        self.task, self.tokenizer, self.seed, self.block = task, tokenizer, seed, block
-        self.cache, self.policy, self.drop = cache, make_policy(cache), on_small_budget == "drop"
+    def __init__(self, task: Task, tokenizer: Any, *, seed: int, block: int, limits: PromptLimits) -> None:
+        self.task, self.tokenizer, self.seed, self.block, self.limits = task, tokenizer, seed, block, limits
         self.position = 0
         self.dropped = 0
         self._rows: tuple[int, list[dict[str, Any]]] = (-1, [])
 
     def take(self, count: int) -> list[PromptRow]:
-        """The next `count` prompts. KvrlError for a prompt over the budget (or if a whole block is)."""
+        """The next `count` prompts. KvrlError for a prompt over a limit (or if a whole block is)."""
         taken: list[PromptRow] = []
         refused = 0
         while len(taken) < count:
@@ -48,13 +79,10 @@ class PromptStream:
             except KvrlError as error:
                 raise KvrlError(f"prompt {number}: {error}") from None
             self.position += 1
-            try:
-                if self.policy is not None:
-                    check_budget(self.cache, self.policy, len(ids))
-            except KvrlError as error:
+            if (refusal := self.limits.refusal(len(ids))) is not None:
                 refused += 1
-                if not self.drop or refused >= self.block:
-                    raise KvrlError(f"prompt {number}: {error}") from None
+                if refusal[1] == "stop" or refused >= self.block:
+                    raise KvrlError(f"prompt {number}: {refusal[0]}")
                 self.dropped += 1
                 continue
             taken.append(PromptRow(ids, row, number))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -64,17 +63,36 @@ def _mover(master: Tensor):
     return move
 
 
-def make_optimizer(model: nn.Module, settings: TrainSettings, learning_rate: float | None = None) -> torch.optim.AdamW:
-    """AdamW over the trainable parameters, weight decay on matrices alone; fp32 masters if any of them is not fp32."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    reduced = any(p.dtype in (torch.bfloat16, torch.float16) for p in trainable)
+POLICY, CRITIC = "policy", "critic"
+
+
+def make_optimizer(
+    model: nn.Module,
+    settings: TrainSettings,
+    learning_rate: float | None = None,
+    critic: nn.Module | None = None,
+    critic_learning_rate: float | None = None,
+) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters, weight decay on matrices alone; fp32 masters if any of them is not fp32.
+
+    The learning rates are those of the settings unless given. The critic has parameter groups of its own.
+    """
+    groups = _groups(model, POLICY, settings, learning_rate)
+    if critic is not None:
+        groups += _groups(critic, CRITIC, settings, critic_learning_rate)
+    reduced = any(p.dtype in (torch.bfloat16, torch.float16) for g in groups for p in g["params"])
     kind = MasterAdamW if reduced else torch.optim.AdamW
-    rate = settings.learning_rate if learning_rate is None else learning_rate
-    return kind([g for g in groups if g["params"]], lr=rate, betas=(settings.adam_beta1, settings.adam_beta2))
+    return kind(groups, betas=(settings.adam_beta1, settings.adam_beta2))
+
+
+def _groups(model: nn.Module, role: str, settings: TrainSettings, learning_rate: float | None) -> list[dict[str, Any]]:
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    shared = {"role": role, "lr": settings.learning_rate if learning_rate is None else learning_rate}
+    groups = [
+        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": settings.weight_decay, **shared},
+        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0, **shared},
+    ]
+    return [g for g in groups if g["params"]]
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainSettings, total_steps: int) -> Any:
@@ -83,6 +101,6 @@ def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainSettings, to
     return get_scheduler(name, optimizer, num_warmup_steps=settings.warmup_steps, num_training_steps=total_steps)
 
 
-def optimized(optimizer: torch.optim.Optimizer) -> Iterable[Tensor]:
-    """The tensors that the optimiser updates and whose gradients are clipped (the masters under bf16)."""
-    return [p for group in optimizer.param_groups for p in group["params"]]
+def optimized(optimizer: torch.optim.Optimizer, role: str = POLICY) -> list[Tensor]:
+    """The policy's or the critic's tensors that the optimiser updates (the masters under bf16)."""
+    return [p for group in optimizer.param_groups if group.get("role", POLICY) == role for p in group["params"]]

@@ -12,12 +12,17 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from kvrl.critic import Critic
 from kvrl.errors import KvrlError
 from kvrl.learner import Scorer
+from kvrl.rewards.build import Rewards, build_rewards
 from kvrl.tasks import Task, get_task
+from kvrl.train.algorithms import make_algorithm
+from kvrl.train.algorithms.base import Algorithm
 from kvrl.train.checkpoint import check_resume, find_checkpoint, load_state, load_training, save_model
 from kvrl.train.config import Config
-from kvrl.train.data import PromptStream
+from kvrl.train.data import PromptLimits, PromptStream, columns_of
+from kvrl.train.distiller import Distiller
 from kvrl.train.optimizer import MasterAdamW, make_optimizer, make_scheduler
 from kvrl.train.setup import Reference, load_policy
 from kvrl.train.warm_start import BETAS, warm_start
@@ -32,10 +37,14 @@ class Run:
     config: Config
     accelerator: Accelerator
     task: Task
+    rewards: Rewards
     tokenizer: Any
     model: nn.Module
     scorer: Any
+    critic: Critic | None
+    algorithm: Algorithm
     reference: Reference | None
+    distiller: Distiller | None
     optimizer: Any
     scheduler: Any
     prompts: PromptStream
@@ -53,28 +62,42 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     torch.manual_seed(config.seed)
     accelerator = Accelerator()
     task = get_task(config.task.name, **config.task.params)
+    # a missing column, a file too short or a judge that is down is told before a model is loaded
+    rewards = build_rewards(config.reward, task, accelerator.device)
+    rewards.check(columns_of(task.rows("train", 1, config.seed)))
+    if config.eval.n:
+        task.rows("eval", config.eval.n, config.eval.seed)
     model, tokenizer = load_policy(config, task, resumed / "model" if resumed else None)
     model.to(accelerator.device)
     if config.warm_start is not None and resumed is None:
         supervise(config, model, tokenizer, task, say)
-    reference = None
-    if config.grpo.beta > 0:
+    reference = distiller = critic = None
+    taught_by_start = config.distills and config.distill.teacher_weights == "start"
+    if config.settings.beta > 0 or taught_by_start:
         start = starting_model(config, model, output_dir, resumed is not None)
         reference = Reference(start, lora=config.lora is not None)
-    scorer = Scorer(model, backend=config.replay.backend, chunk=config.replay.logprob_chunk).train()
-    optimizer = make_optimizer(model, config.train)
-    updates = config.train.max_steps * config.grpo.num_iterations * config.grpo.num_minibatches
-    scheduler = make_scheduler(optimizer, config.train, updates)
+    if config.distills:
+        distiller = Distiller(config.distill, model, reference)
+    if config.algorithm == "ppo":
+        critic = Critic(model, own_model=config.ppo.critic == "model")
+    scorer = Scorer(
+        model, backend=config.replay.backend, chunk=config.replay.logprob_chunk, critic=critic
+    ).train()  # fmt: skip
+    optimizer = make_optimizer(model, config.train, None, critic, config.ppo.critic_learning_rate)
+    scheduler = make_scheduler(optimizer, config.train, config.train.max_steps * config.updates)
     scorer, optimizer, scheduler = accelerator.prepare(scorer, optimizer, scheduler)
     prompts = PromptStream(
         task, tokenizer, seed=config.seed, block=config.train.prompts_per_step * config.train.max_steps,
-        cache=config.rollout_cache, on_small_budget=config.rollout.on_small_budget,
+        limits=PromptLimits.of(config.rollout, config.rollout_cache),
     )  # fmt: skip
-    run = Run(config, accelerator, task, tokenizer, model, scorer, reference, optimizer, scheduler, prompts)
+    run = Run(
+        config, accelerator, task, rewards, tokenizer, model, scorer, critic, make_algorithm(config), reference,
+        distiller, optimizer, scheduler, prompts,
+    )  # fmt: skip
     if resumed is None:
         return run, 0
     state = load_state(resumed)
-    load_training(resumed, optimizer, scheduler)
+    load_training(resumed, optimizer=optimizer, scheduler=scheduler, critic=critic, distiller=distiller)
     prompts.position, prompts.dropped, run.skipped = state["position"], state["dropped"], state["skipped"]
     prompts.block = state["block"]  # a longer run goes on with the order that the shorter one had
     return run, state["step"]
@@ -105,7 +128,7 @@ def make_start(config: Config, folder: Path, say: Say) -> None:
 
 
 def starting_model(config: Config, model: Any, output_dir: Path, resumed: bool) -> nn.Module:
-    """The model that the KL refers to: kept in `reference/` so that a resumed run has the same one."""
+    """The model that KL and distillation refer to: kept in `reference/` so that a resumed run has the same one."""
     if config.lora is not None:
         return model
     folder = output_dir / "reference"
@@ -113,5 +136,7 @@ def starting_model(config: Config, model: Any, output_dir: Path, resumed: bool) 
         model.save_pretrained(folder)
         return model
     if not folder.is_dir():
-        raise KvrlError(f"checkpoint.resume: {folder} is missing, the reference of grpo.beta; restore it or start anew")
+        raise KvrlError(
+            f"checkpoint.resume: {folder} is missing, the model that the run started from; restore it or start anew"
+        )
     return type(model).from_pretrained(folder, dtype=model.dtype).to(model.device)

@@ -27,12 +27,7 @@ def load_policy(config: Config, task: Task, folder: Path | None) -> tuple[nn.Mod
     if config.lora is None and folder is not None:
         start = str(folder)
     if start == "tiny":
-        if not hasattr(task, "vocab"):
-            raise KvrlError(
-                f"model.path: tiny has the vocabulary of its task, and task {task.name} has none; "
-                "set model.path to a model folder"
-            )
-        tokenizer = build_tiny_tokenizer(task.vocab)
+        tokenizer = tiny_tokenizer(task)
         model: nn.Module = build_tiny_model(tokenizer, config.seed)
         for parameter in model.parameters():  # parameters alone: `model.to` would round RoPE's frequencies too
             parameter.data = parameter.data.to(DTYPES[config.model.dtype])
@@ -45,6 +40,16 @@ def load_policy(config: Config, task: Task, folder: Path | None) -> tuple[nn.Mod
         if config.lora is not None:  # frozen embeddings have no gradient to start the recomputation from
             model.enable_input_require_grads()  # type: ignore[operator]
     return model, tokenizer
+
+
+def tiny_tokenizer(task: Task) -> Any:
+    """The tokenizer of `tiny`. KvrlError for a task without a vocabulary."""
+    if not hasattr(task, "vocab"):
+        raise KvrlError(
+            f"model.path: tiny has the vocabulary of its task, and task {task.name} has none; "
+            "set model.path to a model folder"
+        )
+    return build_tiny_tokenizer(task.vocab)
 
 
 def load_model(path: str, dtype: str, *, merge: bool = False) -> tuple[nn.Module, Any]:

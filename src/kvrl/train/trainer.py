@@ -1,4 +1,4 @@
-"""GRPO on rollouts of a fixed KV budget. `train_step` is the algorithm, top to bottom."""
+"""Training on rollouts of a fixed KV budget. `train_step` is the whole step, top to bottom."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from torch import Tensor
 from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import Evaluation, evaluate
 from kvrl.learner import Scorer, sampler_logprobs
-from kvrl.objectives.losses import LossNormaliser, mean_metrics, merge_metrics, policy_loss
-from kvrl.rewards.call import score
+from kvrl.objectives.losses import mean_metrics, merge_metrics
 from kvrl.sampler.rollout import rollout
 from kvrl.sampler.types import Rollout
 from kvrl.tasks import completion_text
+from kvrl.train.algorithms.base import Views
 from kvrl.train.batch import Batch, Cut, micro_batches, minibatches
 from kvrl.train.checkpoint import save_checkpoint, save_model
 from kvrl.train.config import Config
 from kvrl.train.data import columns_of
 from kvrl.train.diagnostics import check_parity, dense_mismatch, parity, repetition_rate
-from kvrl.train.optimizer import optimized
+from kvrl.train.optimizer import CRITIC, POLICY, optimized
 from kvrl.train.run import Run, build
 from kvrl.train.runlog import RunLog
 
@@ -55,61 +55,50 @@ def guard(run: Run, batch: Batch, step: int) -> dict[str, float]:
 
 def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
     """The optimiser steps on one batch. Every log-prob here is in the method's learner view."""
-    config, grpo, view = run.config, run.config.grpo, run.config.learner_view
-    rollouts, updates = batch.rollouts, grpo.num_iterations * grpo.num_minibatches
-    metrics: dict[str, float] = {}
-
-    # What stays fixed during the updates: old log-probs, the correction's weights, the reference's log-probs.
-    sampler = sampler_logprobs(rollouts)
-    old: Tensor | None = None  # with one update the learner's own log-probs are the old ones: every ratio is 1
-    if grpo.old_logprobs == "sampler":
-        old = sampler
-    elif updates > 1 or config.method == "corrected":
-        old = score_all(run, run.accelerator.unwrap_model(run.scorer), rollouts)
-    weights: Tensor | None = None
-    if config.method == "corrected":
-        assert old is not None
-        correction = config.correction(old - sampler, batch.mask)
-        weights, metrics = correction.weights, dict(correction.metrics)
-    reference: Tensor | None = None
-    if run.reference is not None:
-        with run.reference.active() as model:
-            frozen = Scorer(model, backend=config.replay.backend, chunk=config.replay.logprob_chunk)
-            reference = score_all(run, frozen, rollouts)
+    config, algorithm, distiller = run.config, run.algorithm, run.distiller
+    rollouts, settings = batch.rollouts, config.settings
+    views = fixed_views(run, batch)
+    fixed = algorithm.prepare(batch, views, step)
+    taught = None if distiller is None else distiller.mask(fixed.mask, fixed.advantages)  # [N, C]
+    metrics = dict(fixed.metrics) | ({} if views.correction is None else views.correction.metrics)
 
     losses, norms, parts, entropies = [], [], [], []
-    for iteration in range(grpo.num_iterations):
+    for iteration in range(settings.num_iterations):
         order = config.seed + 1009 * step + iteration
-        for mini in minibatches(len(rollouts), grpo.num_minibatches, grpo.num_generations, order):
-            normaliser = LossNormaliser.from_mask(batch.mask[mini])
-            if normaliser.tokens == 0:  # every sample was dropped: nothing to learn from
+        for mini in minibatches(len(rollouts), settings.num_minibatches, settings.num_generations, order):
+            if not fixed.teaches(mini):  # every sample was dropped or rejected
                 run.skipped += 1
                 continue
-            for micro in micro_batches(rollouts, mini, config.train.micro_batch_tokens):
-                logps, entropy = run.scorer([rollouts[i] for i in micro], view=view, entropy=True)  # [n, c]
-                cut = Cut(micro, logps)
-                loss, part = policy_loss(
-                    logps,
-                    logps.detach() if old is None else cut(old),
-                    cut(batch.advantages.values),
-                    cut(batch.mask),
-                    loss_type=grpo.loss_type,
-                    epsilon=grpo.epsilon,
-                    epsilon_high=grpo.epsilon_high,
-                    normaliser=normaliser,
-                    max_completion_length=config.sampling.max_completion_length,
-                    token_weights=None if weights is None else cut(weights),
-                    ref_logps=None if reference is None else cut(reference),
-                    beta=grpo.beta,
-                )
+            normaliser = algorithm.normaliser(fixed, mini)
+            micros = micro_batches(rollouts, algorithm.units(fixed, mini), config.train.micro_batch_tokens)
+            for number, micro in enumerate(micros):
+                scored = run.scorer(
+                    [rollouts[i] for i in micro], view=config.learner_view,
+                    distill=None if distiller is None else distiller.distillation,
+                )  # fmt: skip
+                cut = Cut(micro, scored.logps)
+                loss, part = algorithm.loss(scored, fixed, cut, normaliser)
+                if distiller is not None:
+                    assert taught is not None
+                    term, more = distiller.term(scored, cut(taught), int(taught[mini].sum()))
+                    if config.distill.grad_ratio is not None and number == 0:
+                        distiller.balance(loss, term)
+                    loss, part = loss + distiller.weight_at(step) * term, part | more
                 run.accelerator.backward(loss)
                 losses.append(loss.detach())
                 parts.append(part)
-                entropies.append(entropy[cut(batch.mask)])
+                entropies.append(scored.entropy[cut(fixed.mask)])
+            if algorithm.critic_alone(step):
+                for tensor in optimized(run.optimizer, POLICY):
+                    tensor.grad = None
             norms.append(run.accelerator.clip_grad_norm_(optimized(run.optimizer), config.train.max_grad_norm))
+            if critic := optimized(run.optimizer, CRITIC):
+                run.accelerator.clip_grad_norm_(critic, config.train.max_grad_norm)
             run.optimizer.step()
             run.scheduler.step()
             run.optimizer.zero_grad(set_to_none=True)
+            if distiller is not None:
+                distiller.after_update()
 
     if norms:
         metrics |= mean_metrics(merge_metrics(parts)) | {
@@ -117,14 +106,39 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
             "grad_norm": float(sum(norms)) / len(norms),
             "entropy": float(torch.cat(entropies).mean()),
         }
+    if distiller is not None:
+        metrics["distill/weight"] = distiller.weight_at(step)
     return metrics | {"learning_rate": run.scheduler.get_last_lr()[0], "updates_skipped": float(run.skipped)}
+
+
+def fixed_views(run: Run, batch: Batch) -> Views:
+    """What no update of this batch changes: log-probs and values before them, the correction, the reference."""
+    config, settings, rollouts = run.config, run.config.settings, batch.rollouts
+    sampler = sampler_logprobs(rollouts)
+    old = values = correction = reference = None
+    correct = {"corrected": config.correction, "sparse_rl": config.sparse_rl}.get(config.method)
+    from_sampler = settings.old_logprobs == "sampler"
+    if run.critic is not None or correct is not None or (
+        not from_sampler and (config.updates > 1 or run.algorithm.needs_old)
+    ):  # fmt: skip
+        old, values = score_all(run, run.accelerator.unwrap_model(run.scorer), rollouts)
+    if from_sampler:
+        old = sampler
+    if correct is not None:
+        correction = correct(old - sampler, batch.mask)
+    if settings.beta > 0:
+        assert run.reference is not None
+        with run.reference.active() as model:
+            frozen = Scorer(model, backend=config.replay.backend, chunk=config.replay.logprob_chunk)
+            reference, _ = score_all(run, frozen, rollouts)
+    return Views(sampler, old, reference, values, correction)
 
 
 def collect(run: Run) -> tuple[Batch, dict[str, float]]:
     """One step's groups; under dynamic sampling, groups without signal are replaced by new ones (DAPO, 3.2)."""
-    config, size = run.config, run.config.grpo.num_generations
+    config, size = run.config, run.config.settings.num_generations
     wanted = config.train.prompts_per_step
-    dynamic = config.grpo.dynamic_sampling
+    dynamic = config.grpo.dynamic_sampling if config.algorithm == "grpo" else None
     rounds = dynamic.max_rounds if dynamic else 1
     kept_rollouts: list[Rollout] = []
     kept_rewards: list[Tensor] = []
@@ -165,10 +179,11 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float
         slots=config.slots,
         tokenizer=run.tokenizer,
         request_ids=[row.number for row in rows],
+        max_prompt_length=config.rollout.max_prompt_length,
     )
     texts = [completion_text(run.tokenizer, r) for r in rollouts]
-    columns = columns_of([row.row for row in rows for _ in range(config.grpo.num_generations)])
-    scores = score([run.task.reward], None, texts, columns, on_error=config.reward.on_error)
+    columns = columns_of([row.row for row in rows for _ in range(config.settings.num_generations)])
+    scores = run.rewards(texts, columns)
     stats = rollouts[0].stats
     return (
         rollouts,
@@ -185,13 +200,17 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float
 
 
 @torch.no_grad()
-def score_all(run: Run, scorer: Scorer, rollouts: list[Rollout]) -> Tensor:
-    """Log-probs of all rollouts in the learner's view, without gradient: f32 [N, C] on the CPU."""
-    out = torch.zeros(len(rollouts), max(len(r.completion_ids) for r in rollouts))
-    for micro in micro_batches(rollouts, range(len(rollouts)), run.config.train.micro_batch_tokens):
-        logps = scorer([rollouts[i] for i in micro], view=run.config.learner_view)[0]
-        out[micro, : logps.shape[1]] = logps.float().cpu()
-    return out
+def score_all(run: Run, scorer: Scorer, rollouts: list[Rollout]) -> tuple[Tensor, Tensor | None]:
+    """All rollouts' log-probs (and values, with a critic) in the learner's view, no gradient: f32 [N, C], on the CPU."""
+    logps = torch.zeros(len(rollouts), max(len(r.completion_ids) for r in rollouts))
+    values = None if scorer.critic is None else torch.zeros_like(logps)
+    units = [[i] for i in range(len(rollouts))]
+    for micro in micro_batches(rollouts, units, run.config.train.micro_batch_tokens):
+        scored = scorer([rollouts[i] for i in micro], view=run.config.learner_view)
+        logps[micro, : scored.logps.shape[1]] = scored.logps.float().cpu()
+        if values is not None:
+            values[micro, : scored.logps.shape[1]] = scored.values.float().cpu()
+    return logps, values
 
 
 def evaluate_now(run: Run) -> list[Evaluation]:
@@ -199,8 +218,7 @@ def evaluate_now(run: Run) -> list[Evaluation]:
     config = run.config
     return evaluate(
         run.model, run.tokenizer, run.task, cache=config.cache, budgets=config.eval_budgets,
-        sampling=config.sampling, n=config.eval.n, seed=config.eval.seed, slots=config.slots,
-        on_small_budget=config.rollout.on_small_budget,
+        sampling=config.sampling, n=config.eval.n, seed=config.eval.seed, slots=config.slots, rollout=config.rollout,
     )  # fmt: skip
 
 
@@ -236,7 +254,7 @@ def train(config: Config) -> dict[str, Any]:
                          "block": run.prompts.block}  # fmt: skip
                 save_checkpoint(
                     output_dir, step, model=run.model, tokenizer=run.tokenizer, optimizer=run.optimizer,
-                    scheduler=run.scheduler, state=state, config=config,
+                    scheduler=run.scheduler, state=state, config=config, critic=run.critic, distiller=run.distiller,
                 )  # fmt: skip
         save_model(output_dir / "model", run.model, run.tokenizer)
         evaluate_at(config.train.max_steps)

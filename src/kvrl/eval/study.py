@@ -1,0 +1,265 @@
+"""A study: variants of one configuration, each tuned on its own seeds and then run on the seeds that are reported.
+
+Every run is a process of its own with its configuration beside it, and a finished one is not repeated: a study that
+was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+from rich.console import Console
+
+from kvrl.errors import KvrlError
+from kvrl.eval.report import read_metrics
+from kvrl.eval.starts import START, ensure_start, finished, shares_starts, start_folder
+from kvrl.train.config import Config, load_config
+from kvrl.train.config_file import read_config
+from kvrl.train.section import Section
+
+Values = dict[str, Any]
+"""Dotted field of the configuration -> value."""
+
+Score = Literal["compressed", "full", "mean"]
+
+
+class Tuning(Section):
+    seeds: list[int] = Field(min_length=1)
+    """Seeds of the tuning runs alone."""
+    grid: dict[str, list[Any]]
+    """Dotted field -> values that every variant tries."""
+    score: Score = "compressed"
+    """What is maximised, on average over the seeds: accuracy under compressed or full decoding, or their mean."""
+
+
+class Variant(Section):
+    overrides: Values = {}
+    """Fields of this variant."""
+    grid: dict[str, list[Any]] = {}
+    """Fields that it alone tunes, after those of the study and one after the other; the first value is the default."""
+
+
+class Decoding(Section):
+    policy: str
+    """A policy, or `dense` for the full cache."""
+    params: Values = {}
+    """Fields of `cache` for it: those of the study's base that it does not name stay."""
+
+
+class Study(Section):
+    """A study file."""
+
+    title: str
+    """What the table is called."""
+    base: str
+    """The configuration that all runs start from; a path from the study file's folder."""
+    overrides: Values = {}
+    """Fields of all runs."""
+    seeds: list[int] = Field(min_length=1)
+    """Seeds that are reported."""
+    tuning: Tuning | None = None
+    """None: every variant runs as it is set."""
+    variants: dict[str, Variant] = Field(min_length=1)
+    decodings: dict[str, Decoding] = {}
+    """Name -> cache under which every trained model is evaluated, beside the budgets of `eval`."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run."""
+
+    compressed: float
+    full: float
+    start_compressed: float
+    start_full: float
+    steps: list[dict]
+    decoded: dict[str, float] = field(default_factory=dict)
+
+    def score(self, kind: Score) -> float:
+        """What tuning maximises."""
+        return {"compressed": self.compressed, "full": self.full, "mean": (self.compressed + self.full) / 2}[kind]
+
+
+@dataclass(frozen=True)
+class Tried:
+    """One setting in a variant's tuning."""
+
+    values: Values
+    score: float
+
+
+def run_study(args: argparse.Namespace) -> None:
+    """`kvrl study`: run what is missing, then write study.json, table.md and plot.png to the study's folder."""
+    from kvrl.eval.study_report import insert, write_study
+
+    runners = []
+    for path in map(Path, args.studies):
+        runners.append(Runner(read_config(Study, path), path, Path(args.output_dir), args.jobs, Console(stderr=True)))
+        runners[-1].check()
+    for runner in runners:
+        say = Console(stderr=args.json)
+        write_study(runner.folder, runner.study, runner.run(), say.print)
+        if args.report is not None:
+            insert(Path(args.report), runner.folder.name, (runner.folder / "table.md").read_text())
+        if args.json:
+            print((runner.folder / "study.json").read_text())
+
+
+class Runner:
+    """Runs of a study, at most `jobs` at once."""
+
+    def __init__(self, study: Study, path: Path, root: Path, jobs: int, console: Console) -> None:
+        self.study, self.root, self.jobs, self.console = study, root, jobs, console
+        self.folder = root / path.stem
+        self.base = str(path.parent / study.base)
+
+    def run(self) -> dict[str, dict[str, Any]]:
+        """variant -> {values, tried, outcomes: seed -> Outcome}."""
+        chosen: dict[str, Values] = {}
+        tried: dict[str, list[Tried]] = {}
+        for name in self.study.variants:
+            chosen[name], tried[name] = self.tune(name)
+        everything = [(name, chosen[name], seed) for seed in self.study.seeds for name in self.study.variants]
+        outcomes = dict(zip([(n, s) for n, _, s in everything], self.all(everything), strict=True))
+        return {
+            name: {
+                "values": chosen[name], "tried": tried[name],
+                "outcomes": {seed: outcomes[name, seed] for seed in self.study.seeds},
+            }
+            for name in self.study.variants
+        }  # fmt: skip
+
+    def tune(self, name: str) -> tuple[Values, list[Tried]]:
+        """The best value of one field after the other, the others being the best so far or the first of their grid."""
+        variant, tuning = self.study.variants[name], self.study.tuning
+        grid = {**tuning.grid, **variant.grid} if tuning is not None else {}
+        best: Values = {key: values[0] for key, values in variant.grid.items()}
+        tried: list[Tried] = []
+        for key, values in grid.items():
+            assert tuning is not None
+            settings = [{**best, key: value} for value in values]
+            runs = [(name, setting, seed) for setting in settings for seed in tuning.seeds]
+            scores = [outcome.score(tuning.score) for outcome in self.all(runs)]
+            count = len(tuning.seeds)
+            means = [statistics.mean(scores[i * count : (i + 1) * count]) for i in range(len(settings))]
+            tried += [Tried(*pair) for pair in zip(settings, means, strict=True)]
+            best = settings[means.index(max(means))]
+        return best, tried
+
+    def all(self, runs: Iterable[tuple[str, Values, int]]) -> list[Outcome]:
+        """Outcomes of (variant, values, seed), in order; starts are made first, then runs go on at once."""
+        configs = [self.config(*run) for run in runs]
+        for config in configs:
+            if Path(config.model.path).is_relative_to(self.root):
+                self.start(config.seed)
+        with ThreadPoolExecutor(self.jobs) as pool:
+            return list(pool.map(self.outcome, configs))
+
+    def config(self, name: str, values: Values, seed: int) -> Config:
+        """The configuration of one run; its folder's name tells its settings apart."""
+        given = {**self.study.overrides, **self.study.variants[name].overrides, **values}
+        digest = hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()[:8]
+        own = {"seed": seed, "output_dir": str(self.folder / name / f"{digest}-seed-{seed}"),
+               "overwrite_output_dir": True}  # fmt: skip
+        base = self.load({**self.study.overrides, "seed": seed})
+        if shares_starts(base):
+            own |= {"model.path": str(self.start_of(base)), "warm_start": None}
+        return self.load({**given, **own})
+
+    def load(self, values: Values) -> Config:
+        """The base with these fields."""
+        return load_config(self.base, [(key, json.dumps(value)) for key, value in values.items()])
+
+    def start_of(self, base: Config) -> Path:
+        """Starts are shared by all studies whose runs begin alike."""
+        fields = base.model_dump_json(include={"model", "task", "warm_start"})
+        return start_folder(self.root / "starts" / hashlib.sha256(fields.encode()).hexdigest()[:8], base.seed)
+
+    def start(self, seed: int) -> None:
+        """Make the start of a seed if it is missing."""
+        base = self.load({**self.study.overrides, "seed": seed})
+        ensure_start(base, self.start_of(base), self.console.print)
+
+    def check(self) -> None:
+        """Raise KvrlError for a setting that cannot run, before anything does."""
+        tuning = self.study.tuning
+        for name, variant in self.study.variants.items():
+            if variant.grid and tuning is None:
+                raise KvrlError(f"variants.{name}.grid: is set and the study has no tuning; add tuning with its seeds")
+            common = {} if tuning is None else tuning.grid
+            for key, values in {**common, **variant.grid}.items():
+                for value in values:
+                    self.check_budgets(self.config(name, {key: value}, self.study.seeds[0]))
+            self.check_budgets(self.config(name, {}, self.study.seeds[0]))
+        if tuning is not None and (both := set(tuning.seeds) & set(self.study.seeds)):
+            raise KvrlError(f"tuning.seeds: {min(both)} is also reported; tune on seeds that are not")
+
+    def check_budgets(self, config: Config) -> None:
+        """A study's table has one compressed and one full decoding for each run."""
+        compressed = [budget for budget in config.eval_budgets if budget != "full"]
+        if len(compressed) != 1 or "full" not in config.eval_budgets or config.eval.n == 0:
+            raise KvrlError(
+                f"eval.budgets: {config.eval_budgets} with eval.n {config.eval.n} is not one compressed budget and "
+                "full; set eval.budgets to such a pair, and eval.n above 0"
+            )
+
+    def outcome(self, config: Config) -> Outcome:
+        """Train unless it was done, evaluate under the study's decodings, and read what came out."""
+        folder = Path(config.output_dir)
+        if not finished(config):
+            self.console.print(f"run {folder.relative_to(self.root)}")
+            folder.mkdir(parents=True, exist_ok=True)
+            given = config.model_dump(mode="json", exclude={"sampling": {"num_generations"}})
+            (folder / "given.json").write_text(json.dumps(given, indent=2))
+            self.kvrl(folder / "log.txt", "train", str(folder / "given.json"))
+            if (start := Path(config.model.path) / START).is_file():
+                shutil.copy(start, folder / START)
+        steps, evaluations = read_metrics(folder)
+        at = {(e["step"], "full" if e["budget"] == "full" else "compressed"): e["accuracy"] for e in evaluations}
+        end = config.train.max_steps
+        return Outcome(
+            compressed=at[end, "compressed"], full=at[end, "full"], start_compressed=at[0, "compressed"],
+            start_full=at[0, "full"], steps=steps,
+            decoded={name: self.decode(config, name) for name in self.study.decodings},
+        )  # fmt: skip
+
+    def decode(self, config: Config, name: str) -> float:
+        """Accuracy of a trained model under one of the study's decodings."""
+        folder, decoding = Path(config.output_dir), self.study.decodings[name]
+        file = folder / f"decoded-{name}.json"
+        if not file.is_file():
+            cache = {**config.cache.model_dump(exclude={"policy", "params"}), **decoding.params}
+            flags = {k: cache[k] for k in ("buffer", "window", "sinks") if cache[k] is not None}
+            flags |= {"policy": decoding.policy, "budgets": "full" if decoding.policy == "dense" else cache["budget"],
+                      "task": config.task.name, "task_params": json.dumps(config.task.params), "n": config.eval.n,
+                      "seed": config.eval.seed, "temperature": config.sampling.temperature,
+                      "max_completion_length": config.sampling.max_completion_length}  # fmt: skip
+            listed = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
+            printed = self.kvrl(folder / "log.txt", "eval", str(folder / "model"), *listed, "--json")
+            file.write_text(printed)
+        return json.loads(file.read_text())["results"][0]["accuracy"]
+
+    def kvrl(self, log: Path, *arguments: str) -> str:
+        """One kvrl command in a process of its own, on one core; its stdout. KvrlError if it fails."""
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-m", "kvrl.cli", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+        with log.open("a") as file:
+            file.write(done.stdout + done.stderr)
+        if done.returncode:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise KvrlError(f"study: `kvrl {' '.join(arguments[:2])}` failed ({last}); {log} has its output")
+        return done.stdout

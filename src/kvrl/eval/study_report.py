@@ -1,0 +1,159 @@
+"""What a study shows: tables with intervals as Markdown, a plot, and all numbers as JSON."""
+
+from __future__ import annotations
+
+import math
+import re
+import statistics
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvrl.errors import KvrlError
+from kvrl.eval.report import smooth, to_json
+
+if TYPE_CHECKING:
+    from kvrl.eval.study import Outcome, Study
+
+# 97.5% quantile of Student's t for 1, 2, ... degrees of freedom
+T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+
+COLLAPSED = 0.5  # a run whose reward at the end is below this share of its reward at the beginning
+
+
+def write_study(folder: Path, study: Study, results: dict[str, dict[str, Any]], say: Callable[[str], object]) -> None:
+    """Write study.json, table.md and plot.png, and show the tables."""
+    rows = {name: summarise(result) for name, result in results.items()}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "study.json").write_text(to_json({"title": study.title, "variants": rows}, indent=2))
+    text = "\n\n".join([main_table(rows), *decoding_table(rows), *tuning_table(rows)]) + "\n"
+    (folder / "table.md").write_text(text)
+    plot(folder / "plot.png", {name: list(result["outcomes"].values()) for name, result in results.items()})
+    say(f"{study.title}\n\n{text}\nplot: {folder / 'plot.png'}")
+
+
+def insert(report: Path, name: str, table: str) -> None:
+    """Put a study's tables between its markers in a Markdown page. KvrlError if the page has none."""
+    begin, end = f"<!-- study: {name} -->", "<!-- end of study -->"
+    text = report.read_text()
+    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if not pattern.search(text):
+        raise KvrlError(f"--report: {report} has no lines {begin} and {end}; add them where the tables belong")
+    report.write_text(pattern.sub(lambda _: f"{begin}\n\n{table.strip()}\n\n{end}", text))
+
+
+def summarise(result: dict[str, Any]) -> dict[str, Any]:
+    """One variant's numbers over its seeds."""
+    outcomes: list[Outcome] = list(result["outcomes"].values())
+    norms = [[s["grad_norm"] for s in o.steps if "grad_norm" in s] for o in outcomes]
+    rejected = [s["correction/share_rejected"] for o in outcomes for s in o.steps if "correction/share_rejected" in s]
+    names = outcomes[0].decoded
+    return {
+        "values": result["values"],
+        "tried": [{"values": t.values, "score": t.score} for t in result["tried"]],
+        "seeds": list(result["outcomes"]),
+        **{
+            kind: interval([getattr(o, kind) for o in outcomes])
+            for kind in ("start_compressed", "start_full", "compressed", "full")
+        },
+        "decoded": {name: interval([o.decoded[name] for o in outcomes]) for name in names},
+        "collapsed": sum(collapsed([s["reward"] for s in o.steps]) for o in outcomes),
+        "grad_norm_median": statistics.median([x for part in norms for x in part] or [math.nan]),
+        "grad_norm_max": max([x for part in norms for x in part], default=math.nan),
+        "share_rejected": statistics.mean(rejected) if rejected else None,
+        "rewards": [[s["reward"] for s in o.steps] for o in outcomes],
+    }
+
+
+def interval(values: Sequence[float]) -> dict[str, Any]:
+    """Mean of independent values and the half-width of its 95% interval by Student's t (NaN for one value)."""
+    count = len(values)
+    half = math.nan
+    if count > 1:
+        half = T_QUANTILES[count - 2] * statistics.stdev(values) / math.sqrt(count)
+    return {"values": list(values), "mean": statistics.mean(values), "half_width_95": half}
+
+
+def collapsed(rewards: Sequence[float]) -> bool:
+    """Whether the last tenth of a run has less than half of the reward of its first tenth."""
+    part = max(1, len(rewards) // 10)
+    return statistics.mean(rewards[-part:]) < COLLAPSED * statistics.mean(rewards[:part])
+
+
+def main_table(rows: dict[str, dict[str, Any]]) -> str:
+    """Accuracy at the end, settings, collapse, gradient norm, rejected share."""
+    header = ["variant", "settings", "compressed decoding", "full-cache decoding", "by seed (compressed)", "collapsed",
+              "gradient norm, median (max)", "rejected"]  # fmt: skip
+    first = next(iter(rows.values()))
+    body = [["(start)", "", shown(first["start_compressed"]), shown(first["start_full"]), "", "", "", ""]]
+    for name, row in rows.items():
+        share = row["share_rejected"]
+        body.append([
+            name, settings(row["values"]), shown(row["compressed"]), shown(row["full"]),
+            " ".join(f"{v:.2f}".lstrip("0") for v in row["compressed"]["values"]),
+            f"{row['collapsed']} of {len(row['seeds'])}",
+            f"{row['grad_norm_median']:.2f} ({row['grad_norm_max']:.1f})", "" if share is None else f"{share:.1%}",
+        ])  # fmt: skip
+    return markdown(header, body)
+
+
+def decoding_table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Train cache against decoding cache, if the study has decodings."""
+    names = list(next(iter(rows.values()))["decoded"])
+    if not names:
+        return []
+    body = [[name, *(shown(row["decoded"][n]) for n in names)] for name, row in rows.items()]
+    return [markdown(["trained under \\ decoded under", *names], body)]
+
+
+def tuning_table(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Every setting that was tried, if any was."""
+    body = [
+        [name, settings(tried["values"]), f"{tried['score']:.3f}"] for name, row in rows.items() for tried in row["tried"]
+    ]
+    return [markdown(["variant", "tried on the tuning seeds", "score"], body)] if body else []
+
+
+def settings(values: dict[str, Any]) -> str:
+    """`field value` pairs, without the sections' names."""
+    return ", ".join(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in values.items())
+
+
+def shown(value: dict[str, Any]) -> str:
+    """`mean ± half-width`."""
+    half = value["half_width_95"]
+    return f"{value['mean']:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
+
+
+def markdown(header: list[str], body: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [header, ["---"] * len(header), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(path: Path, outcomes: dict[str, list[Outcome]]) -> None:
+    """Left: reward in the rollouts over steps. Right: held-out accuracy at the end, every seed a point."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=120, width_ratios=(3, 2))
+    for i, (name, runs) in enumerate(outcomes.items()):
+        curves = [smooth([s["reward"] for s in o.steps]) for o in runs]
+        curve = [statistics.mean(x) for x in zip(*curves, strict=True)]
+        left.plot(range(1, len(curve) + 1), curve, color=f"C{i}", label=name)
+        for kind, marker, shift in (("compressed", "o", -0.12), ("full", "^", 0.12)):
+            ends = [getattr(o, kind) for o in runs]
+            right.plot([i + shift] * len(ends), ends, marker, color=f"C{i}", alpha=0.45, markersize=4)
+            mean = statistics.mean(ends)
+            right.plot([i + shift], [mean], marker, color=f"C{i}", markersize=9, markeredgecolor="black")
+    left.set(xlabel="step", ylabel="reward in the rollouts (mean of 5 steps)", ylim=(0, 1))
+    left.legend(loc="upper left", ncols=2, fontsize=8)
+    right.set(ylabel="held-out accuracy at the end", title="● compressed   ▲ full cache", ylim=(0, 1))
+    right.set_xticks(range(len(outcomes)), outcomes, rotation=30, ha="right", fontsize=8)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)

@@ -1,0 +1,132 @@
+"""From the reward section of a configuration to what scores a batch."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from kvrl.errors import KvrlError
+from kvrl.rewards import get_reward
+from kvrl.rewards.base import Reward
+from kvrl.rewards.call import RewardFunc, Scores, arguments_of, check_arguments, score, unique_names
+from kvrl.rewards.config import RewardEntry, RewardSettings
+from kvrl.rewards.judge import Judge
+
+if TYPE_CHECKING:
+    from kvrl.tasks import Task
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The functions of a run, ready to be called."""
+
+    funcs: list[RewardFunc]
+    names: list[str]
+    """[F], as in metrics: the registry's or the functions' own, made unique."""
+    weights: list[float]
+    on_error: Literal["stop", "drop"] = "stop"
+    timeout: float | None = None
+
+    def __call__(self, completions: list[str], columns: Mapping[str, list]) -> Scores:
+        """Score a batch; see `kvrl.rewards.score`."""
+        return score(self.funcs, self.weights, completions, columns, self.on_error,
+                     names=self.names, timeout=self.timeout)  # fmt: skip
+
+    def check(self, columns: Mapping[str, list]) -> None:
+        """Raise KvrlError if rows of such columns cannot be scored: for the first rows, before any rollout."""
+        arguments = arguments_of(columns)
+        for func, name in zip(self.funcs, self.names, strict=True):
+            check_arguments(func, name, ["completions", *arguments])
+            if isinstance(func, Reward):
+                func.check(arguments)
+
+
+def build_rewards(settings: RewardSettings, task: Task, device: torch.device = CPU) -> Rewards:
+    """Find, load and prepare the functions of the section. device: where a reward model runs.
+
+    Errors: KvrlError for a function that does not exist, a package that is missing, parameters that are refused, a
+    server that does not answer, and a judge of mode pairwise, which gives no rewards.
+    """
+    funcs = [resolve(entry, task) for entry in settings.funcs]
+    for func in funcs:
+        if isinstance(func, Judge) and func.mode == "pairwise":
+            raise KvrlError("reward.funcs.judge.params.mode: pairwise gives preferences, not rewards, and needs "
+                            "algorithm online_dpo with the judge as the only function; set mode to scalar")  # fmt: skip
+    for func in funcs:
+        if isinstance(func, Reward):
+            func.prepare(device)
+    names = [
+        _name(func) if ":" in entry.func else entry.func for entry, func in zip(settings.funcs, funcs, strict=True)
+    ]
+    return Rewards(funcs, unique_names(names), settings.all_weights, settings.on_error, settings.timeout)
+
+
+def pair_judge(settings: RewardSettings) -> Judge | None:
+    """The judge of mode pairwise, prepared, if it is the section's only function; else None."""
+    entries = settings.funcs
+    if len(entries) != 1 or entries[0].func != Judge.name or entries[0].params.get("mode") != "pairwise":
+        return None
+    judge = get_reward(Judge.name, **entries[0].params)
+    assert isinstance(judge, Judge)
+    judge.prepare(CPU)
+    return judge
+
+
+def resolve(entry: RewardEntry, task: Task) -> RewardFunc:
+    """The function of an entry, with its parameters. Errors: KvrlError."""
+    if entry.func == "task":
+        if entry.params:
+            raise KvrlError("reward.funcs.task.params: the task's scorer has none; set task.params")
+        return task.reward
+    if ":" not in entry.func:
+        return get_reward(entry.func, **entry.params)
+    func = import_function(entry.func)
+    try:
+        inspect.signature(func).bind_partial(**entry.params)
+    except TypeError as error:
+        raise KvrlError(f"reward.funcs.{_name(func)}.params: {error}; give parameters that the function has") from None
+    return functools.partial(func, **entry.params) if entry.params else func
+
+
+def import_function(path: str) -> RewardFunc:
+    """`path/to/file.py:function` or `package.module:function`. Errors: KvrlError for one that cannot be imported."""
+    module_name, _, function = path.rpartition(":")
+    try:
+        module = _run_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+    except Exception as error:  # a user's file may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise KvrlError(f"reward.funcs: {module_name} cannot be imported ({reason}); mend it, or give "
+                        "path/to/file.py:function or package.module:function") from error  # fmt: skip
+    func = getattr(module, function, None)
+    if not callable(func) or inspect.isclass(func):
+        functions = ", ".join(name for name, _ in inspect.getmembers(module, inspect.isfunction)) or "none"
+        raise KvrlError(f"reward.funcs: {module_name} has no function {function!r}; it has {functions}")
+    return func
+
+
+def _run_file(path: str) -> ModuleType:
+    file = Path(path).expanduser().resolve()
+    name = f"kvrl_reward_{file.stem}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)  # dataclasses and pickle look it up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _name(func: Any) -> str:
+    """A function's own name, that of what a partial one wraps, or its class's."""
+    func = func.func if isinstance(func, functools.partial) else func
+    return getattr(func, "__name__", type(func).__name__)

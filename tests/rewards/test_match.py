@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvrl.errors import KvrlError
+from kvrl.rewards import get_reward
+from kvrl.rewards.match import F1, ExactMatch, extract, normalize, word_f1
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("The  Cat, a dog!", "cat dog"),
+        ("an-apple", "anapple"),  # punctuation goes before articles do, as in the script
+        ("theatre Anna", "theatre anna"),
+        ("  ", ""),
+        ("U.S.A.", "usa"),
+    ],
+)
+def test_normalize_as_squad_does(text: str, expected: str) -> None:
+    assert normalize(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "expected"),
+    [
+        ("x y z", "x y", 0.8),  # precision 2/3, recall 1
+        ("x x y", "x z", 0.4),  # x is shared once: precision 1/3, recall 1/2
+        ("x", "y", 0.0),
+        ("", "", 1.0),
+        ("", "x", 0.0),
+    ],
+)
+def test_word_f1(answer: str, gold: str, expected: float) -> None:
+    assert word_f1(answer.split(), gold.split()) == pytest.approx(expected)
+
+
+def test_f1_takes_the_best_of_several_gold_answers() -> None:
+    assert F1()(["the red house"] * 2, answer=[["blue", "a red car", "red house!"], "red"]) == [
+        1.0,
+        pytest.approx(2 / 3),
+    ]
+
+
+def test_exact_match() -> None:
+    texts = ["The Paris.", " Paris ", "paris", "7", "Rome"]
+    golds = ["paris", "Paris", "Paris", 7, ["Oslo", "Rome"]]
+    assert ExactMatch()(texts, answer=golds) == [1.0] * 5
+    assert ExactMatch(normalize=False)(texts, answer=golds) == [0.0, 1.0, 0.0, 1.0, 1.0]
+    assert ExactMatch(column="gold")(["a b", "b"], gold=["b", "c"]) == [1.0, 0.0]
+
+
+def test_pattern_takes_the_last_match_and_no_match_is_no_answer() -> None:
+    texts = ["Answer: x. Answer: Rome", "Rome", "Answer: Oslo"]
+    assert ExactMatch(pattern=r"Answer: (\w+)")(texts, answer=["Rome"] * 3) == [1.0, 0.0, 0.0]
+    assert extract("a1 b22", r"\d+") == "22"
+    assert ExactMatch(pattern=r"\d+")(["none here"], answer=[""]) == [0.0]
+
+
+def test_fuzzy_match_is_rapidfuzz_on_normalised_text() -> None:
+    reward = get_reward("fuzzy_match")
+    reward.prepare(CPU)
+    # "abcd" and "abxd": one deletion and one insertion in 8 characters
+    assert reward(["The ABCD!", "abcd", "q"], answer=["abcd", "abxd", ["z", "q"]]) == pytest.approx([1.0, 0.75, 1.0])
+    strict = get_reward("fuzzy_match", threshold=0.76)
+    strict.prepare(CPU)
+    assert strict(["abcd", "abcd"], answer=["abxd", "abcd"]) == [0.0, 1.0]
+    sorted_words = get_reward("fuzzy_match", measure="token_sort_ratio")
+    sorted_words.prepare(CPU)
+    assert sorted_words(["b c x"], answer=["x c b"]) == [1.0]
+
+
+def test_a_bad_pattern_is_one_line() -> None:
+    with pytest.raises(KvrlError, match=r"reward\.funcs\.f1\.params\.pattern: \( is no regular expression"):
+        get_reward("f1", pattern="(")

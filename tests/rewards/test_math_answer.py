@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from kvrl.errors import KvrlError
+from kvrl.rewards import BadReward, get_reward, score
+from kvrl.rewards.math_answer import MathVerify, boxed
+
+HALF = r"\frac{1}{2}"
+ENDLESS = r"\boxed{9^{9^{9^9}}}"
+
+
+@pytest.fixture(scope="module")
+def math_verify() -> Iterator[MathVerify]:
+    reward = MathVerify(seconds=0.5)
+    reward.prepare(torch.device("cpu"))
+    yield reward
+    assert reward._worker is not None
+    reward._worker.process.kill()
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "right"),
+    [
+        (r"so it is \boxed{0.5}", HALF, True),
+        (r"so it is $\frac{2}{4}$.", f"${HALF}$", True),
+        ("it is 1/2", r"\boxed{\frac{1}{2}}", True),
+        (r"\boxed{3}, from 1/2 and 5/2", HALF, False),
+        (r"\boxed{x^2 + 2x + 1}", "(x+1)^2", True),
+        (r"\boxed{(1, 2)}", "(2, 1)", False),
+        (r"\boxed{\{2, 1\}}", r"\{1, 2\}", True),
+        (r"\boxed{\text{(B)}}", r"\text{(B)}", True),
+        ("2 + 2 is 4", 4, True),
+        ("2 + 2 is 4", 4.0, True),
+        ("no answer", "4", False),
+        ("", "4", False),
+    ],
+)
+def test_answers_are_compared_by_value(math_verify: MathVerify, text: str, gold: object, right: bool) -> None:
+    assert math_verify([text], answer=[gold]) == [float(right)]
+
+
+def test_several_gold_answers_and_the_order_of_samples(math_verify: MathVerify) -> None:
+    assert math_verify([r"\boxed{2}"] * 3, answer=[["1", "2"], "1", "2"]) == [1.0, 0.0, 1.0]
+
+
+def test_the_box_counts_before_what_is_said_after_it(math_verify: MathVerify) -> None:
+    text = r"The final answer is $7$. I mean \boxed{8}. It took 9 steps."
+    assert math_verify([text] * 3, answer=["7", "8", "9"]) == [0.0, 1.0, 0.0]
+
+
+def test_an_answer_without_end_is_wrong_and_costs_only_itself(math_verify: MathVerify) -> None:
+    texts = [r"\boxed{1}", ENDLESS, r"\boxed{1}", ENDLESS, r"\boxed{2}"]
+    assert math_verify(texts, answer=["1"] * 5) == [1.0, 0.0, 1.0, 0.0, 0.0]
+
+
+def test_it_works_outside_the_main_thread(math_verify: MathVerify) -> None:
+    found: list[float] = []
+    thread = threading.Thread(target=lambda: found.extend(math_verify([r"\boxed{1}", ENDLESS], answer=["1", "1"])))
+    thread.start()
+    thread.join()
+    assert found == [1.0, 0.0]
+    assert score([math_verify], None, ["1"], {"answer": ["1"]}, timeout=60).rewards.tolist() == [1.0]
+
+
+def test_an_unreadable_gold_answer_is_an_error_not_a_zero(math_verify: MathVerify) -> None:
+    bad, right = math_verify(["1", "1"], answer=["", "1"])
+    assert isinstance(bad, BadReward) and "cannot read the gold answer ''" in str(bad) and right == 1.0
+    with pytest.raises(KvrlError, match=r"MathVerify: cannot read the gold answer '' for sample 1"):
+        score([math_verify], None, ["1", "1"], {"answer": ["1", ""]})
+
+
+def test_a_lost_process_is_an_error_and_is_replaced(math_verify: MathVerify) -> None:
+    assert math_verify._worker is not None
+    math_verify._worker.process.kill()
+    lost, right = math_verify(["1", "1"], answer=["1", "1"])
+    assert isinstance(lost, BadReward) and "exit code -9" in str(lost) and right == 1.0
+
+
+def test_bare_latex_is_put_in_a_box() -> None:
+    assert boxed(r"\sqrt{2}") == r"\boxed{\sqrt{2}}"
+    assert boxed(r"so \boxed{2}") == r"so \boxed{2}"
+
+
+def test_the_column_is_a_parameter() -> None:
+    assert get_reward("math_verify", column="solution").columns == ("solution",)
