@@ -13,6 +13,7 @@ from kvrl import learner
 from kvrl.attention.replay import ReplayContext
 from kvrl.distill import Distillation
 from kvrl.learner import Scorer
+from kvrl.models.tiny_families import build_family
 
 
 def whole_logps(lm, r, view: str) -> torch.Tensor:
@@ -28,7 +29,7 @@ def whole_logps(lm, r, view: str) -> torch.Tensor:
 @pytest.mark.parametrize("kl", ["forward", "reverse"])
 def test_divergence_by_whole_logits(family, teacher, kl):
     lm = model(family)
-    rollouts = sample(lm, new=12, sampling_fields={"temperature": 0.8})
+    rollouts = sample(lm, prompts=make_prompts([40, 42]), new=12, sampling_fields={"temperature": 0.8})
     with torch.no_grad():
         out = Scorer(lm, chunk=5)(rollouts, view="sparse", distill=Distillation(teacher, kl))
         for i, r in enumerate(rollouts):
@@ -79,15 +80,16 @@ def test_both_views_agree_where_nothing_was_evicted():
 
 
 def test_other_weights_teach_inside_their_context():
-    lm, other = model(), copy.deepcopy(model())
+    lm, other = model(), build_family("llama")  # as it is loaded: not prepared
     with torch.no_grad():
         other.lm_head.weight.mul_(1.5)
-    (r,) = sample(lm, prompts=make_prompts([18]), new=9)
-    distill = Distillation("dense", weights=lambda: contextlib.nullcontext(other))
-    with torch.no_grad():
-        divergence = Scorer(lm)([r], view="sparse", distill=distill).divergence[0]
-        p, q = whole_logps(learner.prepare(other), r, "dense"), whole_logps(lm, r, "sparse")
-    assert gap(divergence, (p.exp() * (p - q)).sum(-1)) < 1e-4
+    (r,) = sample(lm, prompts=make_prompts([40]), new=9)
+    for teacher, student in (("dense", "sparse"), ("sparse", "dense")):
+        distill = Distillation(teacher, weights=lambda: contextlib.nullcontext(other))
+        with torch.no_grad():
+            divergence = Scorer(lm)([r], view="sparse", distill=distill).divergence[0]
+            p, q = whole_logps(learner.prepare(other), r, teacher), whole_logps(lm, r, student)
+        assert gap(divergence, (p.exp() * (p - q)).sum(-1)) < 1e-4
 
 
 def test_top_k_is_a_lower_bound_and_its_error_is_told():

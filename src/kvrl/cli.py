@@ -137,8 +137,12 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
     text = "train CONFIG under each method and seed: table and plot. Fields can be flags, as in train"
     parser = _command(commands, "compare", _compare, text)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
-    parser.add_argument("--methods", type=parse_methods, default=["dense", "naive", "corrected", "shadow_mask"],
-                        help="of " + ",".join(METHODS))
+    parser.add_argument(
+        "--methods",
+        type=parse_methods,
+        default=["dense", "naive", "corrected", "shadow_mask"],
+        help="of " + ",".join(METHODS),
+    )
     parser.add_argument("--seeds", type=_positive, default=3, help="how many seeds for each method")
     parser.add_argument("--first_seed", type=_natural, default=0, help="seeds are first_seed, first_seed + 1, ...")
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")

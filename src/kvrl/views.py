@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from kvrl.attention.probe import check_length, rope_limit, text_config
+from kvrl.attention.probe import check_length, prepare, rope_limit, text_config
 from kvrl.attention.replay import Backend, ReplayContext
 from kvrl.errors import KvrlError
 from kvrl.head import decoder
@@ -18,10 +18,11 @@ View = Literal["sparse", "dense"]
 
 
 def hidden_states(model: nn.Module, rollouts: Sequence[Rollout], view: View, backend: Backend) -> Tensor:
-    """The last hidden states of a prepared model, [N, T, E], right-padded.
+    """The trunk's last hidden states, [N, T, E], right-padded.
 
     Raises KvrlError for a trace that does not fit its tokens or the model, and beyond the model's length.
     """
+    prepare(model)  # an unprepared one would attend to everything, whatever the view
     if view not in get_args(View):
         raise KvrlError(f"view: {view!r} is not one of {', '.join(get_args(View))}")
     if not rollouts:

@@ -111,7 +111,7 @@ def test_an_ignored_keyword_shows(name, window, ignored, backend, monkeypatch):
     rollouts = sample(lm)
     right = replay(lm, rollouts, backend=backend)
     monkeypatch.setattr(Forgetful, "ignored", ignored, raising=False)
-    monkeypatch.setattr(sys.modules["kvrl.learner"], "ReplayContext", Forgetful)
+    monkeypatch.setattr(sys.modules["kvrl.views"], "ReplayContext", Forgetful)
     assert gap(replay(lm, rollouts, backend=backend), right) > DENSE_MISMATCH
 
 

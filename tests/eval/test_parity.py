@@ -40,7 +40,7 @@ def test_a_broken_replay_misses_the_bar(capsys, monkeypatch):
         def __init__(self, traces, *args, **kwargs):
             super().__init__(None if kwargs["backend"] == "segments" else traces, *args, **kwargs)
 
-    monkeypatch.setattr("kvrl.learner.ReplayContext", Broken)
+    monkeypatch.setattr("kvrl.views.ReplayContext", Broken)
     code, report = run(capsys, "--model", "tiny:llama", "--policy", "rkv")
     assert code == 1 and not report["passed"]
     backends = report["reports"][0]["backends"]

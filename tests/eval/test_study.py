@@ -39,8 +39,8 @@ def test_tuning_moves_one_field_after_the_other(tmp_path, monkeypatch):
 
     def all_of(runs):
         asked.extend(runs)
-        return [outcome(compressed={1: 0.1, 2: 0.3, 3: 0.2}[r[1]["train.learning_rate"]] if "train.learning_rate" in r[1]
-                        else 0.0, full=r[2]) for r in runs]  # fmt: skip
+        score = {1: 0.1, 2: 0.3, 3: 0.2}
+        return [outcome(compressed=score[values["train.learning_rate"]]) for _, values, _ in runs]
 
     monkeypatch.setattr(made, "all", all_of)
     best, tried = made.tune("a")
@@ -88,7 +88,10 @@ def test_table_shows_every_variant_and_what_was_tried():
         "tis": {
             "values": {"correction.bounds": [None, 2.0]},
             "tried": [SimpleNamespace(values={"correction.bounds": [None, 2.0]}, score=0.25)],
-            "outcomes": {0: outcome(0.25, 0.75, [0.5, 0.1], **{"correction/share_rejected": 0.5}), 1: outcome(0.35, 0.85)},
+            "outcomes": {
+                0: outcome(0.25, 0.75, [0.5, 0.1], **{"correction/share_rejected": 0.5}),
+                1: outcome(0.35, 0.85),
+            },
         }
     }
     rows = {name: study_report.summarise(result) for name, result in results.items()}

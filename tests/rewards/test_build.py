@@ -9,6 +9,7 @@ import pytest
 
 from kvrl.errors import KvrlError
 from kvrl.rewards import REWARDS, Reward, get_reward
+from kvrl.rewards.base import require
 from kvrl.rewards.build import build_rewards
 from kvrl.rewards.config import RewardSettings
 from kvrl.train.run import build
@@ -188,3 +189,12 @@ def test_a_run_refuses_a_missing_column_before_it_loads_a_model(
     config = make_config(tmp_path, reward={"funcs": ["task", {"func": "rouge_l", "params": {"column": "gold"}}]})
     with pytest.raises(KvrlError, match="rouge_l: needs column gold, and the data has prompts, n, answer"):
         build(config, lambda _: None)
+
+
+def test_a_package_that_lacks_a_package_of_its_own_is_not_called_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "kvrl_test_broken.py").write_text("import kvrl_test_nothing\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModuleNotFoundError, match="kvrl_test_nothing"):
+        require("kvrl_test_broken", "rewards", "rouge_l")

@@ -272,7 +272,7 @@ def test_a_sync_function_over_time_is_abandoned() -> None:
 
     def slow(completions: list[str], **kwargs: Any) -> list[float]:
         threads.append(threading.current_thread())
-        release.wait()
+        release.wait(20)
         return [1.0] * len(completions)
 
     with pytest.raises(KvrlError, match="slow: took over 0.05 s for a batch of 3"):
@@ -297,17 +297,21 @@ def test_the_function_s_own_timeout_is_an_exception_like_any_other() -> None:
             run(func, timeout=20)
 
 
-def test_samples_called_alone_share_one_time_limit() -> None:
-    def slow_alone(completions: list[str], **kwargs: Any) -> list[float]:
+def test_samples_called_alone_share_one_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr("kvrl.rewards.call.time.monotonic", lambda: clock[0])
+
+    def slow(completions: list[str], **kwargs: Any) -> list[float]:
         if len(completions) > 1:
             raise RuntimeError("too many")
-        if completions != ["a"]:
-            threading.Event().wait(30)
+        if completions == ["ccc"]:  # nothing is left for it
+            threading.Event().wait(5)
+        clock[0] += 30.0
         return [5.0]
 
-    scores = run(slow_alone, timeout=0.5, on_error="drop")
-    same(scores.rewards, [5.0, NAN, NAN])
-    assert scores.errors == 2
+    scores = run(slow, timeout=50.0, on_error="drop")
+    same(scores.rewards, [5.0, 5.0, NAN])
+    assert scores.errors == 1
 
 
 def test_another_function_s_stop_cancels_what_is_under_way() -> None:

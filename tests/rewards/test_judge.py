@@ -27,6 +27,7 @@ class Server:
         self.answer: Answer = lambda question: "5"
         self.asked: list[dict] = []
         self.keys: list[str | None] = []
+        self.models_status = 200
         self.busy = self.most_busy = 0
         self.lock = threading.Lock()
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -48,7 +49,7 @@ class Server:
         class Handler(http.server.BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 server.keys.append(self.headers.get("Authorization"))
-                status = 401 if self.headers.get("Authorization") == "Bearer wrong" else 200
+                status = 401 if self.headers.get("Authorization") == "Bearer wrong" else server.models_status
                 self._send(status, {"object": "list", "data": []})
 
             def do_POST(self) -> None:
@@ -229,6 +230,11 @@ def test_a_server_that_is_down(server: Server, judge: Callable[..., Judge], tmp_
     assert marks(ready, ["a"]) == [0.5]  # what is kept needs no server
     with pytest.raises(KvrlError, match="does not answer .* nothing was asked"):
         judge(max_retries=0)
+
+
+def test_a_server_that_does_not_list_its_models(server: Server, judge: Callable[..., Judge]) -> None:
+    server.models_status = 404
+    assert marks(judge(), ["a"]) == [0.5]
 
 
 def test_keys(server: Server, judge: Callable[..., Judge], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,7 @@ def test_exact_match() -> None:
     golds = ["paris", "Paris", "Paris", 7, ["Oslo", "Rome"]]
     assert ExactMatch()(texts, answer=golds) == [1.0] * 5
     assert ExactMatch(normalize=False)(texts, answer=golds) == [0.0, 1.0, 0.0, 1.0, 1.0]
+    assert ExactMatch()(["", "the"], answer=["", "x"]) == [1.0, 0.0]
     assert ExactMatch(column="gold")(["a b", "b"], gold=["b", "c"]) == [1.0, 0.0]
 
 

@@ -49,7 +49,7 @@ def test_several_gold_answers_and_the_order_of_samples(math_verify: MathVerify) 
 
 
 def test_the_box_counts_before_what_is_said_after_it(math_verify: MathVerify) -> None:
-    text = r"The final answer is $7$. I mean \boxed{8}. It took 9 steps."
+    text = r"So \boxed{8}. The final answer is $7$. It took 9 steps."
     assert math_verify([text] * 3, answer=["7", "8", "9"]) == [0.0, 1.0, 0.0]
 
 
@@ -65,6 +65,20 @@ def test_it_works_outside_the_main_thread(math_verify: MathVerify) -> None:
     thread.join()
     assert found == [1.0, 0.0]
     assert score([math_verify], None, ["1"], {"answer": ["1"]}, timeout=60).rewards.tolist() == [1.0]
+
+
+def test_batches_at_the_same_time_do_not_mix(math_verify: MathVerify) -> None:
+    found: dict[str, list] = {}
+
+    def ask(answer: str) -> None:
+        found[answer] = math_verify(["1"] * 100, answer=[answer] * 100)
+
+    threads = [threading.Thread(target=ask, args=(answer,)) for answer in ("1", "2")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {"1": [1.0] * 100, "2": [0.0] * 100}
 
 
 def test_an_unreadable_gold_answer_is_an_error_not_a_zero(math_verify: MathVerify) -> None:

@@ -22,6 +22,7 @@ def test_what_follows_the_last_hashes(worked, answer):
     (r"so $\boxed{\frac{1}{2}}$.", r"\frac{1}{2}"),
     (r"\boxed{1} and \boxed{ 2 }.", "2"),
     (r"\boxed{\left\{1\right\}}", r"\left\{1\right\}"),
+    (r"\boxed{\left\{x\right.} or {}", r"\left\{x\right."),
     (r"\fbox{7}", "7"),
     (r"\boxed {8}", "8"),
     (r"\boxed{}", None),

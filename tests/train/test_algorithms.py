@@ -36,6 +36,13 @@ def run_of(folder, algorithm, method="shadow_mask", section=None, **changes):
     return build(config, lambda text: None)[0]
 
 
+def always_right(monkeypatch) -> None:
+    def reward(self, completions, **columns):
+        return [1.0] * len(completions)
+
+    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.reward", reward)
+
+
 def weights(module) -> list[torch.Tensor]:
     return [p.detach().clone() for p in module.parameters()]
 
@@ -131,9 +138,9 @@ def test_a_critic_of_its_own_shares_nothing_with_the_policy(tmp_path, monkeypatc
     shared = {p.data_ptr() for p in run.model.parameters()} & {p.data_ptr() for p in run.critic.parameters()}
     assert not shared
     head, whole = run_of(tmp_path, "ppo"), run
-    assert sum(p.numel() for p in whole.critic.parameters()) == sum(
-        p.numel() for p in whole.model.parameters()
-    ) + sum(p.numel() for p in head.critic.parameters())
+    assert sum(p.numel() for p in whole.critic.parameters()) == sum(p.numel() for p in whole.model.parameters()) + sum(
+        p.numel() for p in head.critic.parameters()
+    )
 
 
 @pytest.mark.parametrize("critic", ["head", "model"])
@@ -173,10 +180,10 @@ def test_ppo_puts_the_kl_where_it_is_told(tmp_path, monkeypatch):
 
 
 def test_the_value_loss_falls_on_a_constant_reward(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.reward", lambda self, completions, **_: [1.0] * len(completions))
+    always_right(monkeypatch)
     run = run_of(
-        tmp_path, "ppo", section={"num_iterations": 20, "beta": 0.0, "critic_warmup_steps": 9, "cliprange_value": 10.0},
-        train={"max_steps": 2, "prompts_per_step": 3, "learning_rate": 0.02},
+        tmp_path, "ppo", section={"num_iterations": 80, "beta": 0.0, "critic_warmup_steps": 9, "cliprange_value": 10.0, "lam": 1.0},
+        train={"max_steps": 2, "prompts_per_step": 3, "learning_rate": 0.002},
     )  # fmt: skip
     batch, _ = collect(run)
     before = fixed_views(run, batch).values
@@ -222,7 +229,7 @@ def test_the_pairs_loss_does_not_depend_on_how_the_batch_is_cut(tmp_path, monkey
 
 
 def test_equal_rewards_make_no_pair_and_the_step_is_skipped(tmp_path, monkeypatch):
-    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.reward", lambda self, completions, **_: [1.0] * len(completions))
+    always_right(monkeypatch)
     run = run_of(tmp_path, "online_dpo")
     before = weights(run.model)
     metrics = trainer.train_step(run, 1)
@@ -245,12 +252,16 @@ def test_a_rejected_completion_is_in_no_pair(tmp_path, monkeypatch):
 
 def test_a_step_whose_samples_are_all_rejected_is_skipped_and_counted(tmp_path, monkeypatch):
     noisy_rewards(monkeypatch)
-    run = run_of(tmp_path, "grpo", "sparse_rl", {"beta": 0.1}, sparse_rl={"reject_below": 0.999_999})
+    run = run_of(tmp_path, "grpo", "sparse_rl", {"beta": 0.1})
+    batch, _ = collect(run)
+    for r in batch.rollouts:
+        r.logprobs[0] += 10  # xi = e^-10 there, below 1e-4
     before = weights(run.model)
-    metrics = trainer.train_step(run, 1)
+    metrics = update(run, batch, 1)
     assert metrics["correction/share_rejected"] == 1.0
     assert metrics["updates_skipped"] == 1 and same(before, run.model)
-    assert trainer.train_step(run, 2)["updates_skipped"] == 2  # the run goes on
+    assert trainer.train_step(run, 2)["updates_skipped"] == 1  # the run goes on
+    assert not same(before, run.model)
 
 
 def test_sparse_rl_is_plain_grpo_where_nothing_was_evicted(tmp_path, monkeypatch):

@@ -242,7 +242,9 @@ def test_rewards_read_completions_without_their_eos(tmp_path, monkeypatch):
 
 def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path, monkeypatch):
     chat = [{"role": "user", "content": "3"}]
-    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.rows", lambda *_: [{"prompt": chat}] * 6)
+    monkeypatch.setattr(
+        "kvrl.tasks.recurrence.Recurrence.rows", lambda *_: [{"prompt": chat, "n": 3, "answer": "3"}] * 6
+    )
     run, _ = build(make_config(tmp_path, warm_start=None), lambda text: None)
     with pytest.raises(KvrlError, match=r"^prompt 0: prompt: a list of 1 chat messages"):
         run.prompts.take(1)
@@ -268,9 +270,18 @@ def test_micro_batches_respect_the_padded_token_limit(tmp_path):
     run, _ = build(make_config(tmp_path, warm_start=None), lambda text: None)
     batch, _ = collect(run)
     lengths = [r.num_tokens for r in batch.rollouts]
-    parts = list(micro_batches(batch.rollouts, range(12), 100))
+    parts = list(micro_batches(batch.rollouts, [[i] for i in range(12)], 100))
     assert sorted(i for part in parts for i in part) == list(range(12))
     assert all(len(part) * max(lengths[i] for i in part) <= 100 or len(part) == 1 for part in parts)
+
+
+def test_units_are_never_parted(tmp_path):
+    run, _ = build(make_config(tmp_path, warm_start=None), lambda text: None)
+    batch, _ = collect(run)
+    units = [[i, 11 - i] for i in range(6)]
+    parts = list(micro_batches(batch.rollouts, units, 100))
+    assert sorted(i for part in parts for i in part) == list(range(12)) and len(parts) > 2
+    assert all((i in part) == (11 - i in part) for part in parts for i in range(6))
 
 
 def test_repetition_rate_by_hand(tmp_path):

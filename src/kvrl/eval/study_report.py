@@ -109,7 +109,9 @@ def decoding_table(rows: dict[str, dict[str, Any]]) -> list[str]:
 def tuning_table(rows: dict[str, dict[str, Any]]) -> list[str]:
     """Every setting that was tried, if any was."""
     body = [
-        [name, settings(tried["values"]), f"{tried['score']:.3f}"] for name, row in rows.items() for tried in row["tried"]
+        [name, settings(tried["values"]), f"{tried['score']:.3f}"]
+        for name, row in rows.items()
+        for tried in row["tried"]
     ]
     return [markdown(["variant", "tried on the tuning seeds", "score"], body)] if body else []
 

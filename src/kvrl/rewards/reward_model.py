@@ -84,7 +84,7 @@ class RewardModel(Reward):
 
 
 def load(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The model in eval mode and its tokenizer. Errors: KvrlError for what is no reward model."""
+    """The model (loaded in eval mode) and its tokenizer. Errors: KvrlError for what is no reward model."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     folder = resolve_model(path)
@@ -101,7 +101,7 @@ def load(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise KvrlError(f"{FIELD}.params.path: {path} lacks the weights {missing}, which would be random; give a "
                         "checkpoint trained for sequence classification")  # fmt: skip
-    return model.eval(), tokenizer
+    return model, tokenizer
 
 
 @torch.inference_mode()

@@ -119,7 +119,7 @@ class DistillSettings(Section):
     warmup_steps: int = Field(0, ge=0)
     """Rollout batches over which the weight rises from 0."""
     grad_ratio: Positive | None = None
-    """Hold the gradient norm of the weighted term at this share of the objective's, by moving the weight."""
+    """Hold the gradient norm of the weighted term at this share of the objective's, by a weight within 1e-5 and 1."""
     positive_only: bool = False
     """Only at tokens of completions with a positive advantage."""
 

@@ -15,7 +15,8 @@ from torch import nn
 from kvrl.critic import Critic
 from kvrl.errors import KvrlError
 from kvrl.learner import Scorer
-from kvrl.rewards.build import Rewards, build_rewards
+from kvrl.rewards.build import Rewards, build_rewards, pair_judge
+from kvrl.rewards.pairs import Preferences
 from kvrl.tasks import Task, get_task
 from kvrl.train.algorithms import make_algorithm
 from kvrl.train.algorithms.base import Algorithm
@@ -37,7 +38,7 @@ class Run:
     config: Config
     accelerator: Accelerator
     task: Task
-    rewards: Rewards
+    rewards: Rewards | Preferences
     tokenizer: Any
     model: nn.Module
     scorer: Any
@@ -63,7 +64,7 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     accelerator = Accelerator()
     task = get_task(config.task.name, **config.task.params)
     # a missing column, a file too short or a judge that is down is told before a model is loaded
-    rewards = build_rewards(config.reward, task, accelerator.device)
+    rewards = make_rewards(config, task, accelerator.device)
     rewards.check(columns_of(task.rows("train", 1, config.seed)))
     if config.eval.n:
         task.rows("eval", config.eval.n, config.eval.seed)
@@ -101,6 +102,16 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     prompts.position, prompts.dropped, run.skipped = state["position"], state["dropped"], state["skipped"]
     prompts.block = state["block"]  # a longer run goes on with the order that the shorter one had
     return run, state["step"]
+
+
+def make_rewards(config: Config, task: Task, device: torch.device) -> Rewards | Preferences:
+    """The reward section's functions, or for Online DPO a judge that compares completions."""
+    judge = pair_judge(config.reward) if config.algorithm == "online_dpo" else None
+    return (
+        build_rewards(config.reward, task, device)
+        if judge is None
+        else Preferences(judge, config.sampling.num_generations)
+    )
 
 
 def supervise(config: Config, model: Any, tokenizer: Any, task: Task, say: Say) -> None:

@@ -201,7 +201,7 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float
 
 @torch.no_grad()
 def score_all(run: Run, scorer: Scorer, rollouts: list[Rollout]) -> tuple[Tensor, Tensor | None]:
-    """All rollouts' log-probs (and values, with a critic) in the learner's view, no gradient: f32 [N, C], on the CPU."""
+    """All rollouts' log-probs (and values, with a critic) in the learner's view, no gradient: f32 [N, C] on the CPU."""
     logps = torch.zeros(len(rollouts), max(len(r.completion_ids) for r in rollouts))
     values = None if scorer.critic is None else torch.zeros_like(logps)
     units = [[i] for i in range(len(rollouts))]
