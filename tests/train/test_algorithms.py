@@ -182,7 +182,8 @@ def test_ppo_puts_the_kl_where_it_is_told(tmp_path, monkeypatch):
 def test_the_value_loss_falls_on_a_constant_reward(tmp_path, monkeypatch):
     always_right(monkeypatch)
     run = run_of(
-        tmp_path, "ppo", section={"num_iterations": 80, "beta": 0.0, "critic_warmup_steps": 9, "cliprange_value": 10.0, "lam": 1.0},
+        tmp_path, "ppo",
+        section={"num_iterations": 80, "beta": 0.0, "critic_warmup_steps": 9, "cliprange_value": 10.0, "lam": 1.0},
         train={"max_steps": 2, "prompts_per_step": 3, "learning_rate": 0.002},
     )  # fmt: skip
     batch, _ = collect(run)

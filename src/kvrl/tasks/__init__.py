@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from pydantic import ValidationError
@@ -45,8 +46,12 @@ class Task(Protocol):
     def rows(self, split: str, n: int, seed: int) -> list[dict[str, Any]]:
         """`n` problems of split `train` or `eval`, which never overlap: `prompt` and the reward's columns."""
 
-    def reward(self, completions: list[str], **columns: list) -> list[float | None]:
-        """One reward for each completion, from the rows' columns as lists; None drops the sample."""
+    @property
+    def reward(self) -> Callable[..., list[float | None]]:
+        """A method `reward(completions, **columns)`: one for each completion, from the rows' columns as lists.
+
+        It names the columns that it needs. None drops the sample.
+        """
 
     def demonstrations(self, n: int, seed: int) -> list[tuple[Prompt, str]]:
         """`n` pairs of prompt and completion text (without EOS). Errors: KvrlError if the task has none."""

@@ -15,7 +15,9 @@ from torch import Tensor
 from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import Evaluation, evaluate
 from kvrl.learner import Scorer, sampler_logprobs
+from kvrl.objectives.corrections import CorrectionConfig
 from kvrl.objectives.losses import mean_metrics, merge_metrics
+from kvrl.objectives.sparse_rl import SparseRLConfig
 from kvrl.sampler.rollout import rollout
 from kvrl.sampler.types import Rollout
 from kvrl.tasks import completion_text
@@ -116,7 +118,11 @@ def fixed_views(run: Run, batch: Batch) -> Views:
     config, settings, rollouts = run.config, run.config.settings, batch.rollouts
     sampler = sampler_logprobs(rollouts)
     old = values = correction = reference = None
-    correct = {"corrected": config.correction, "sparse_rl": config.sparse_rl}.get(config.method)
+    correct: CorrectionConfig | SparseRLConfig | None = None
+    if config.method == "corrected":
+        correct = config.correction
+    elif config.method == "sparse_rl":
+        correct = config.sparse_rl
     from_sampler = settings.old_logprobs == "sampler"
     if run.critic is not None or correct is not None or (
         not from_sampler and (config.updates > 1 or run.algorithm.needs_old)
@@ -125,6 +131,7 @@ def fixed_views(run: Run, batch: Batch) -> Views:
     if from_sampler:
         old = sampler
     if correct is not None:
+        assert old is not None
         correction = correct(old - sampler, batch.mask)
     if settings.beta > 0:
         assert run.reference is not None

@@ -50,7 +50,8 @@ class OnlineDpo(Algorithm):
 
     def units(self, fixed: Fixed, rows: Sequence[int]) -> list[list[int]]:
         """The paired completions of each prompt together."""
-        paired, groups = fixed.mask.any(-1), {}
+        paired = fixed.mask.any(-1)  # [N]
+        groups: dict[int, list[int]] = {}
         for row in rows:
             if paired[row]:
                 groups.setdefault(row // self.settings.num_generations, []).append(row)
