@@ -111,4 +111,4 @@ def test_a_planned_trace_is_a_valid_one_with_the_rollouts_evictions():
     trace = planned_trace(3, 2, T, BUDGET, BUFFER).validate()
     assert trace.events.shape == (3, 2, T) and trace.num_events == num_events(T - 1, BUDGET, BUFFER) == 8
     assert int((trace.events[0, 0] >= 0).sum()) == 8 * BUFFER
-    assert planned_trace(3, 2, 20, BUDGET, BUFFER).num_events == 0
+    assert [planned_trace(3, 2, n, BUDGET, BUFFER).num_events for n in (20, 32, 33, 41)] == [0, 0, 1, 2]

@@ -84,9 +84,9 @@ def test_the_floor_has_no_eviction_and_sequences_reach_the_longest_length(capsys
     sample = variance.sample
     monkeypatch.setattr("kvrl.sampler.engine.eos_ids", lambda model: list(range(97)))  # every token would end one
     monkeypatch.setattr(variance, "sample", lambda *a, **k: seen.append(sample(*a, **k)) or seen[-1])
-    run(capsys, tmp_path, "--lengths", "40", "--n", "8", "--policy", "streaming")
+    run(capsys, tmp_path, "--lengths", "30", "--n", "8", "--policy", "streaming")
     compressed, full = seen
-    assert all(len(r.completion_ids) == 40 for r in compressed + full)
+    assert all(len(r.completion_ids) == 30 for r in compressed + full)
     assert all(r.trace.num_events > 0 for r in compressed) and all(r.trace.num_events == 0 for r in full)
 
 
@@ -113,7 +113,7 @@ def test_prompts_of_a_task_for_a_trained_folder(capsys, tmp_path):
 @pytest.mark.parametrize("flags, message", [
     (["--n", "1"], "--n: 1 is below 2"),
     (["--policy", "dense"], "--policy: dense evicts nothing"),
-    (["--lengths", "33", "--budget", "24"], "evicts nothing for certain before 34; raise --lengths"),
+    (["--lengths", "29", "--budget", "24"], "evicts nothing before 30 tokens of some completion; raise --lengths"),
     (["--lengths", "8192"], "lower --lengths to at most 4054"),
     (["--task", "recurrence"], "--task: tiny is random and has no tokenizer"),
     (["--output", "v.jpg"], "--output: v.jpg does not end in .png"),

@@ -28,7 +28,7 @@ class Server:
         self.asked: list[dict] = []
         self.keys: list[str | None] = []
         self.models_status = 200
-        self.busy = self.most_busy = 0
+        self.busy = 0
         self.lock = threading.Lock()
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
         threading.Thread(target=self.http.serve_forever, args=(0.01,), daemon=True).start()
@@ -57,7 +57,6 @@ class Server:
                 with server.lock:
                     server.asked.append(body)
                     server.busy += 1
-                    server.most_busy = max(server.most_busy, server.busy)
                 reply = server.answer(body["messages"][0]["content"])
                 with server.lock:
                     server.busy -= 1
@@ -207,15 +206,18 @@ def test_a_busy_server_is_asked_again(server: Server, judge: Callable[..., Judge
 
 
 def test_concurrency_is_limited_and_used(server: Server, judge: Callable[..., Judge]) -> None:
-    together = threading.Barrier(3)
+    together, excess = threading.Barrier(3), threading.Event()
 
     def answer(question: str) -> str:
-        together.wait(10)  # replies come only when three questions are there
+        if server.busy > 3:
+            excess.set()
+        together.wait(20)  # no reply before three questions are there
+        excess.wait(0.1)
         return "5"
 
     server.answer = answer
-    assert marks(judge(concurrency=3), [str(i) for i in range(9)]) == [0.5] * 9
-    assert server.most_busy == 3
+    assert marks(judge(concurrency=3), [str(i) for i in range(6)]) == [0.5] * 6
+    assert not excess.is_set()
 
 
 def test_a_server_that_is_down(server: Server, judge: Callable[..., Judge], tmp_path: Path) -> None:

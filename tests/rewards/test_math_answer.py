@@ -16,7 +16,7 @@ ENDLESS = r"\boxed{9^{9^{9^9}}}"
 
 @pytest.fixture(scope="module")
 def math_verify() -> Iterator[MathVerify]:
-    reward = MathVerify(seconds=0.5)
+    reward = MathVerify(seconds=1.0)
     reward.prepare(torch.device("cpu"))
     yield reward
     assert reward._worker is not None
@@ -54,8 +54,14 @@ def test_the_box_counts_before_what_is_said_after_it(math_verify: MathVerify) ->
 
 
 def test_an_answer_without_end_is_wrong_and_costs_only_itself(math_verify: MathVerify) -> None:
-    texts = [r"\boxed{1}", ENDLESS, r"\boxed{1}", ENDLESS, r"\boxed{2}"]
-    assert math_verify(texts, answer=["1"] * 5) == [1.0, 0.0, 1.0, 0.0, 0.0]
+    texts = [r"\boxed{1}", ENDLESS, r"\boxed{1}", r"\boxed{2}"]
+    assert math_verify(texts, answer=["1"] * 4) == [1.0, 0.0, 1.0, 0.0]
+
+
+def test_the_time_that_an_answer_may_take_is_a_parameter() -> None:
+    hasty = MathVerify(seconds=1e-6)
+    hasty.prepare(torch.device("cpu"))
+    assert hasty([r"\boxed{x^2 + 2x + 1}"], answer=["(x+1)^2"]) == [0.0]
 
 
 def test_it_works_outside_the_main_thread(math_verify: MathVerify) -> None:

@@ -64,7 +64,7 @@ def test_a_pad_token_that_also_ends_texts(tmp_path: Path, pad: str | None) -> No
     eos = tokenizer.eos_token_id
     path = save(tmp_path, pad_token_id=None if pad is None else eos)
     reward = ready(path)
-    ids = [[4, 5, eos], [4, 5], [6, 4, 5, eos, 5, 4, eos], [eos, eos, 6]]
+    ids = [[4, 5, eos], [4, 0], [6, 4, 5, eos, 5, 4, eos], [eos, eos, 6]]
     expected = [stock(path, sequence) for sequence in ids]
     for _ in range(2):  # the id that pads must be found anew
         assert logits(reward._model, ids, reward._pad).tolist() == pytest.approx(expected, abs=1e-5)

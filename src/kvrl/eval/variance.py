@@ -98,10 +98,11 @@ def load(args: argparse.Namespace) -> tuple[str, nn.Module, list[list[int]], Cac
     prompts = subject.prompts if args.task is None else task_prompts(args)
     if cache.is_dense:
         raise KvrlError("--policy: dense evicts nothing; name one of those that `kvrl policies` lists")
-    if longest < cache.capacity + 2:  # the eviction follows token `capacity`, and the last token has no forward
+    least = cache.capacity + 2 - min(map(len, prompts))  # the first query after an eviction predicts the last token
+    if longest < least:
         raise KvrlError(
-            f"--lengths: {longest} tokens at most, and budget {cache.budget} with buffer {cache.buffer} evicts nothing "
-            f"for certain before {cache.capacity + 2}; raise --lengths or lower --budget"
+            f"--lengths: {longest} at most, and budget {cache.budget} with buffer {cache.buffer} evicts nothing before "
+            f"{least} tokens of some completion; raise --lengths to at least {least} or lower --budget"
         )
     limit = getattr(text_config(subject.model), "max_position_embeddings", None)
     most = max(map(len, prompts))

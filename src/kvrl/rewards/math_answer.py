@@ -65,9 +65,12 @@ class _Worker:
     def _compare(self, gold: object, text: str) -> float | BadReward:
         golds = [boxed(str(one)) for one in (gold if isinstance(gold, list) else [gold])]
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(json.dumps([golds, text]) + "\n")
-        self.process.stdin.flush()
-        line = self.process.stdout.readline()
+        try:
+            self.process.stdin.write(json.dumps([golds, text]) + "\n")
+            self.process.stdin.flush()
+            line = self.process.stdout.readline()
+        except BrokenPipeError:  # it ended between two comparisons
+            line = ""
         if not line:
             code = self.process.wait()
             self._start()
