@@ -81,6 +81,11 @@ def test_rows_are_drawn_by_the_seed(tmp_path):
         task.rows("test", 1, 0)
 
 
+def test_one_prompt_at_least_is_held_out(tmp_path):
+    task = get_task("jsonl", path=write(tmp_path / "a.jsonl", numbered(3)))
+    assert (len(task.eval_rows), len(task.train_rows)) == (1, 2)
+
+
 def test_too_few_prompts_for_two_splits(tmp_path):
     path = write(tmp_path / "a.jsonl", numbered(1) * 5)
     with pytest.raises(KvrlError, match="a.jsonl has 1 different prompts, too few for two splits"):

@@ -99,8 +99,9 @@ def test_math_answers_of_other_kinds(make):
 
 
 def test_math_demonstrations_have_their_answer_in_a_box(make):
-    shown = make("math", *MATH, eval_share=0.1).demonstrations(40, seed=0)
-    assert {text for _, text in shown} <= {"so \\boxed{1}", "so $\\boxed{\\frac{10}{2}}$."}
+    rows = [{**row, "problem": f"{row['problem']} {i}"} for row in MATH for i in range(5)]
+    shown = make("math", *rows).demonstrations(60, seed=0)
+    assert {text for _, text in shown} == {"so \\boxed{1}", "so $\\boxed{\\frac{10}{2}}$."}
     with pytest.raises(KvrlError, match="no solution in the data has a .boxed{} answer"):
         make("math", *[{"problem": str(i), "answer": "1"} for i in range(3)]).demonstrations(1, 0)
 
