@@ -69,7 +69,7 @@ def test_settings_reach_the_call(file: Path) -> None:
     file.write_text("def odd(completions, **kwargs):\n    return [1.0, float('nan')]\n")
     rewards = rewards_of(f"{file}:odd", "task", weights=[2.0, 0.5], on_error="drop")
     assert rewards(["a", "b"], COLUMNS).rewards.tolist() == [52.0, 50.0]
-    file.write_text("import time\ndef slow(completions, **kwargs):\n    time.sleep(60)\n")
+    file.write_text("import time\ndef slow(completions, **kwargs):\n    time.sleep(5)\n")
     with pytest.raises(KvrlError, match="slow: took over 0.01 s"):
         rewards_of(f"{file}:slow", timeout=0.01)(["a", "b"], COLUMNS)
 

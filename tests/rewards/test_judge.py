@@ -339,7 +339,10 @@ def test_a_pairwise_judge_is_no_reward(server: Server, tmp_path: Path) -> None:
     server.answer = lambda question: "tie"
     found = pair_judge(RewardSettings(funcs=[entry]))  # type: ignore[list-item]
     assert found is not None and found.prefer(["p"], ["a"], ["b"]) == [0.5]
-    for funcs in (["task", entry], ["task"], [{"func": "judge", "params": params}]):
+    down = {"func": "judge", "params": entry["params"] | {"base_url": "http://127.0.0.1:9/v1", "max_retries": 0}}
+    with pytest.raises(KvrlError, match="127.0.0.1:9/v1 does not answer"):
+        pair_judge(RewardSettings(funcs=[down]))  # type: ignore[list-item]
+    for funcs in (["task", entry], [entry, "task"], ["task"], [{"func": "judge", "params": params}]):
         assert pair_judge(RewardSettings(funcs=funcs)) is None  # type: ignore[arg-type]
     rewards = build_rewards(RewardSettings(funcs=[{"func": "judge", "params": params}]), _Task())  # type: ignore[list-item, arg-type]
     server.answer = lambda question: "5"

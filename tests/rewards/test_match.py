@@ -69,6 +69,9 @@ def test_fuzzy_match_is_rapidfuzz_on_normalised_text() -> None:
     strict = get_reward("fuzzy_match", threshold=0.76)
     strict.prepare(CPU)
     assert strict(["abcd", "abcd"], answer=["abxd", "abcd"]) == [0.0, 1.0]
+    exact = get_reward("fuzzy_match", threshold=0.75)
+    exact.prepare(CPU)
+    assert exact(["abcd"], answer=["abxd"]) == [1.0]
     sorted_words = get_reward("fuzzy_match", measure="token_sort_ratio")
     sorted_words.prepare(CPU)
     assert sorted_words(["b c x"], answer=["x c b"]) == [1.0]
