@@ -106,11 +106,14 @@ def incremental_error(model: Any, token_ids: list[int], prompt_length: int) -> f
 
 
 def completion_logprobs(logits: Tensor, token_ids: list[int], prompt_length: int, temperature: float = 1.0) -> Tensor:
-    """Log-probs of token_ids[prompt_length:] from logits [T, V], fp32 (float64 stays)."""
-    logits = logits if logits.dtype == torch.float64 else logits.float()
+    """Log-probs of token_ids[prompt_length:] from logits [T, V], fp32 (float64 stays).
+
+    The softmax itself is taken in float64: the reference must not bring an error of its own.
+    """
     target = torch.tensor(token_ids[prompt_length:], device=logits.device)
-    logps = torch.log_softmax(logits[prompt_length - 1 : len(token_ids) - 1] / temperature, dim=-1)
-    return logps.gather(1, target[:, None])[:, 0]
+    logps = torch.log_softmax(logits[prompt_length - 1 : len(token_ids) - 1].double() / temperature, dim=-1)
+    logps = logps.gather(1, target[:, None])[:, 0]
+    return logps if logits.dtype == torch.float64 else logps.float()
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
