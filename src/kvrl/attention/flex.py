@@ -14,7 +14,7 @@ from kvrl.errors import KvrlError
 
 @functools.cache
 def _compiled():
-    return torch.compile(flex_attention, dynamic=False), torch.compile(create_block_mask, dynamic=False)
+    return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask, dynamic=True)
 
 
 def attend_flex(call: AttentionCall, evicted_at: Tensor | None) -> Tensor:

@@ -138,7 +138,7 @@ def subjects(args: argparse.Namespace) -> Iterator[Subject]:
 
 
 def _tiny(name: str, window: int, args: argparse.Namespace) -> Subject:
-    model = build_family(name, window=window, dtype=getattr(torch, args.dtype))
+    model: nn.Module = build_family(name, window=window, dtype=getattr(torch, args.dtype)).to(_device())
     new = args.max_completion_length or 40
     generator = torch.Generator().manual_seed(args.seed)
     lengths = [(4, 18, 42)[i % 3] for i in range(_prompt_count(args, 3, new))]
@@ -150,12 +150,15 @@ def _tiny(name: str, window: int, args: argparse.Namespace) -> Subject:
 def _real(args: argparse.Namespace) -> Subject:
     from kvrl.train.setup import load_model
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     model, tokenizer = load_model(args.model, args.dtype, merge=True)
-    model = model.to(device)
+    model = model.to(_device())
     new = args.max_completion_length or 512
     prompts = [tokenizer(TEXTS[i % len(TEXTS)])["input_ids"] for i in range(_prompt_count(args, 2, new))]
     return Subject(args.model, args.dtype, model, stock_of(model), prompts, new, 128, 32, tiny=False)
+
+
+def _device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def stock_of(model: nn.Module) -> Any:

@@ -7,7 +7,7 @@ import operator
 import time
 import warnings
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +23,7 @@ from kvrl.cache.trace import KVTrace, num_events, occupancy
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, decoder
 from kvrl.sampler.config import SamplingConfig
+from kvrl.sampler.decode_graph import DecodeGraph
 from kvrl.sampler.request import Continue, Prompt, Request
 from kvrl.sampler.routing import RoutingRecorder
 from kvrl.sampler.sampling import Draw, draw
@@ -34,7 +35,8 @@ class Engine:
     """Samples completions over `num_slots` fixed slots. Build once, use for one batch of prompts at a time.
 
     max_prompt_length bounds the prompts to come. scratch_bytes bounds the policy's scoring, prefill_chunk the
-    tokens of a prompt that go through the model at once.
+    tokens of a prompt that go through the model at once. cuda_graphs: on CUDA the decode step of a model without
+    experts is captured once a run.
     Raises KvrlError for a model that cannot be replayed, an unknown policy or a budget too small for it.
     """
 
@@ -49,6 +51,7 @@ class Engine:
         tokenizer: Any = None,
         scratch_bytes: int = SCRATCH_BYTES,
         prefill_chunk: int = 512,
+        cuda_graphs: bool = False,
     ) -> None:
         if num_slots < 1:
             raise KvrlError(f"slots: {num_slots} is below 1; give the number of sequences to decode together")
@@ -71,6 +74,7 @@ class Engine:
             )
         parameter = next(model.parameters())
         self.device = parameter.device
+        self.cuda_graphs = cuda_graphs and self.device.type == "cuda"
         self.slots, self.compactor = make_memory(
             self.spec, cache, num_slots=num_slots, max_tokens=self.max_tokens, dtype=parameter.dtype,
             device=self.device, scratch_bytes=scratch_bytes,
@@ -126,6 +130,7 @@ class Engine:
         with self._sampling_mode() as routing:
             self.routing = routing
             self.head = Head(self.model).frozen()
+            self.decode = self._decode_step(captured=self.cuda_graphs and routing is None)
             staged: Prompt | None = None
             staged_logits = torch.empty(0)
             while waiting or staged or active:
@@ -170,17 +175,24 @@ class Engine:
             tokens[row] = request.completion_ids[-1]
             positions[row] = request.forwarded
             at[row] = occupancy(request.forwarded, self.budget, self.buffer)
-        ids, position, slots_at = torch.tensor([tokens, positions, at], device=self.device)
-        context = DecodeContext(self.slots, position, slots_at)
-        hidden = self._forward(ids[:, None], position[:, None], context)  # [S, 1, E]
+        logits = self.decode(torch.tensor([tokens, positions, at], device=self.device))  # [S, V]
         for row, request in active.items():
             request.forwarded += 1
             if self.routing:
                 request.routing.append(self.routing.at(row, width=self.num_slots))
         self._compact(list(active.items()), in_prompt=False)
         rows = sorted(active)
-        logits = self.head(hidden[:, -1])  # [S, V]
         self._accept(active, self._draw(active, logits, rows), rows, on_turn)
+
+    def _decode_step(self, *, captured: bool) -> Callable[[Tensor], Tensor]:
+        """What takes every slot's token id, position and storage slot, int64 [3, S], to logits f32 [S, V]."""
+
+        def decode(inputs: Tensor) -> Tensor:
+            ids, position, slots_at = inputs
+            context = DecodeContext(self.slots, position, slots_at)
+            return self.head(self._forward(ids[:, None], position[:, None], context)[:, -1])
+
+        return DecodeGraph(decode, self.num_slots, self.device) if captured else decode
 
     def _forward(self, ids: Tensor, positions: Tensor, context: DecodeContext | PrefillContext) -> Tensor:
         return decoder(self.model)(input_ids=ids, position_ids=positions, use_cache=False, kv=context).last_hidden_state
