@@ -2,45 +2,73 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from kvrl.attention.kernels import attend
 from kvrl.attention.seam import AttentionCall
 from kvrl.cache.slots import KVSlots
+from kvrl.native.decode_attention import decode_attention
 
 
 class DecodeContext:
     """One token in every slot, at the fixed width of the engine (contract 4).
 
     tokens: tokens forwarded in each slot before this one, [S] int64 on the device (their logical positions).
-    slots_at: the storage slot of each new entry, [S] int64.
+    slots_at: the storage slot of each new entry, [S] int64. native: attend by the compiled CPU kernel.
     """
 
-    def __init__(self, slots: KVSlots, tokens: Tensor, slots_at: Tensor) -> None:
-        self.slots, self.tokens, self.slots_at = slots, tokens, slots_at
+    def __init__(self, slots: KVSlots, tokens: Tensor, slots_at: Tensor, *, native: bool = False) -> None:
+        self.slots, self.tokens, self.slots_at, self.native = slots, tokens, slots_at, native
         self.rows = torch.arange(slots.num_slots, device=tokens.device)
-        held = torch.arange(slots.capacity, device=tokens.device)
-        self.alive = (held <= slots_at[:, None])[:, None, None, :]  # [S, 1, 1, capacity]
         slots.append_positions(self.rows, slots_at, tokens)
+
+    @functools.cached_property
+    def alive(self) -> Tensor:
+        """Entries that a slot holds: bool [S, 1, 1, capacity]."""
+        held = torch.arange(self.slots.capacity, device=self.tokens.device)
+        return (held <= self.slots_at[:, None])[:, None, None, :]
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention of one token a slot: q [S, Hq, 1, D] -> [S, Hq, 1, D]."""
         ring = self.slots.rings.get(call.layer)
         if ring is not None:
+            if self.native:
+                at, count = self.tokens % ring.window, (self.tokens + 1).clamp(max=ring.window)
+                return self._native(call, ring.k[:-1], ring.v[:-1], at, count)
             ring.append(self.rows, self.tokens, call.k[:, :, 0], call.v[:, :, 0])
             return attend(call.q, ring.k[:-1], ring.v[:-1], ring.held(self.tokens), **call.kernel())
         i = self.slots.index[call.layer]
-        k, v = self.slots.k[i], self.slots.v[i]  # [rows, Hkv, capacity, D]
-        k[self.rows, :, self.slots_at] = call.k[:, :, 0]
-        v[self.rows, :, self.slots_at] = call.v[:, :, 0]
-        visible = self.alive
-        if call.window is not None:
-            position = self.slots.position[i, :-1]  # [S, Hkv, capacity]
-            visible = visible & (position > (self.tokens - call.window)[:, None, None])[:, :, None]
-        out = attend(call.q, k[:-1], v[:-1], visible, **call.kernel())
-        self.slots.observe_decode(i, call, self.rows, self.tokens, visible)
+        k, v = self.slots.k[i, :-1], self.slots.v[i, :-1]  # [S, Hkv, capacity, D]
+        position = None if call.window is None else self.slots.position[i, :-1]  # [S, Hkv, capacity]
+        if self.native:
+            out = self._native(call, k, v, self.slots_at, self.slots_at + 1, position)
+        else:
+            k[self.rows, :, self.slots_at] = call.k[:, :, 0]
+            v[self.rows, :, self.slots_at] = call.v[:, :, 0]
+            out = attend(call.q, k, v, self._visible(call, position), **call.kernel())
+        if self.slots.state.shape[3]:
+            self.slots.observe_decode(i, call, self._visible(call, position))
+        if self.slots.queries.shape[3]:
+            self.slots.keep_queries(i, call, self.rows, self.tokens)
         return out
+
+    def _visible(self, call: AttentionCall, position: Tensor | None) -> Tensor:
+        """Entries that each slot's query sees: bool, broadcastable to [S, Hkv, 1, capacity]."""
+        if call.window is None or position is None:
+            return self.alive
+        return self.alive & (position > (self.tokens - call.window)[:, None, None])[:, :, None]
+
+    def _native(
+        self, call: AttentionCall, k: Tensor, v: Tensor, at: Tensor, count: Tensor, position: Tensor | None = None
+    ) -> Tensor:
+        oldest = None if position is None or call.window is None else self.tokens - call.window
+        return decode_attention(
+            call.q[:, :, 0], call.k[:, :, 0], call.v[:, :, 0], k, v, at, count, position=position, oldest=oldest,
+            scaling=call.scaling, softcap=call.softcap, sinks=None if call.s_aux is None else call.s_aux.float(),
+        )[:, :, None]  # fmt: skip
 
 
 class PrefillContext:

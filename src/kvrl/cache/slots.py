@@ -117,14 +117,15 @@ class KVSlots:
         """Record the logical position of the entry that each row appends: all [S]."""
         self.position[:, rows, :, at] = tokens.to(torch.int32)[:, None, None]
 
-    def observe_decode(self, i: int, call: AttentionCall, rows: Tensor, tokens: Tensor, visible: Tensor) -> None:
-        """Hand one new query a slot to the policy: managed layer i, q [S, Hq, 1, D]."""
-        if w := self.queries.shape[3]:
-            self.queries[i][rows, :, tokens % w] = call.q[:, :, 0]
-        if self.state.shape[3]:
-            assert self.policy is not None
-            seen = Observation(call.q, self.k[i, :-1], visible, call.scaling, call.softcap)
-            self.policy.observe(self.state[i, :-1], seen)
+    def keep_queries(self, i: int, call: AttentionCall, rows: Tensor, tokens: Tensor) -> None:
+        """Keep one new query a slot for the policy's scores: managed layer i, q [S, Hq, 1, D]."""
+        self.queries[i][rows, :, tokens % self.queries.shape[3]] = call.q[:, :, 0]
+
+    def observe_decode(self, i: int, call: AttentionCall, visible: Tensor) -> None:
+        """Hand one new query a slot to a policy with state: managed layer i, q [S, Hq, 1, D]."""
+        assert self.policy is not None
+        seen = Observation(call.q, self.k[i, :-1], visible, call.scaling, call.softcap)
+        self.policy.observe(self.state[i, :-1], seen)
 
     def observe_prefill(self, i: int, call: AttentionCall, row: int, position: Tensor, visible: Tensor) -> None:
         """Hand a chunk's queries to the policy: managed layer i, q [1, Hq, m, D], position [m]."""

@@ -85,7 +85,8 @@ def evaluate(
     for budget, chosen in zip(budgets, caches, strict=True):
         engine = Engine(
             model, chosen, one, num_slots=min(slots, len(rows)), tokenizer=tokenizer,
-            max_prompt_length=settings.max_prompt_length or max(map(len, prompts)), cuda_graphs=settings.cuda_graphs,
+            max_prompt_length=settings.max_prompt_length or max(map(len, prompts)),
+            native_kernels=settings.native_kernels, cuda_graphs=settings.cuda_graphs,
         )  # fmt: skip
         rollouts = engine.run(prompts, seed=seed)
         texts = [completion_text(tokenizer, r) for r in rollouts]

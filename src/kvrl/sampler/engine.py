@@ -22,6 +22,7 @@ from kvrl.cache.policies import check_budget, make_policy
 from kvrl.cache.trace import KVTrace, num_events, occupancy
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, decoder
+from kvrl.native.decode_attention import supported
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.decode_graph import DecodeGraph
 from kvrl.sampler.request import Continue, Prompt, Request
@@ -35,8 +36,8 @@ class Engine:
     """Samples completions over `num_slots` fixed slots. Build once, use for one batch of prompts at a time.
 
     max_prompt_length bounds the prompts to come. scratch_bytes bounds the policy's scoring, prefill_chunk the
-    tokens of a prompt that go through the model at once. cuda_graphs: on CUDA the decode step of a model without
-    experts is captured once a run.
+    tokens of a prompt that go through the model at once. native_kernels: on a CPU decode attention is a compiled
+    kernel. cuda_graphs: on CUDA the decode step of a model without experts is captured once a run.
     Raises KvrlError for a model that cannot be replayed, an unknown policy or a budget too small for it.
     """
 
@@ -51,6 +52,7 @@ class Engine:
         tokenizer: Any = None,
         scratch_bytes: int = SCRATCH_BYTES,
         prefill_chunk: int = 512,
+        native_kernels: bool = True,
         cuda_graphs: bool = False,
     ) -> None:
         if num_slots < 1:
@@ -74,6 +76,7 @@ class Engine:
             )
         parameter = next(model.parameters())
         self.device = parameter.device
+        self.native = native_kernels and supported(parameter.dtype, self.device, self.spec.head_dim)
         self.cuda_graphs = cuda_graphs and self.device.type == "cuda"
         self.slots, self.compactor = make_memory(
             self.spec, cache, num_slots=num_slots, max_tokens=self.max_tokens, dtype=parameter.dtype,
@@ -189,7 +192,7 @@ class Engine:
 
         def decode(inputs: Tensor) -> Tensor:
             ids, position, slots_at = inputs
-            context = DecodeContext(self.slots, position, slots_at)
+            context = DecodeContext(self.slots, position, slots_at, native=self.native)
             return self.head(self._forward(ids[:, None], position[:, None], context)[:, -1])
 
         return DecodeGraph(decode, self.num_slots, self.device) if captured else decode

@@ -27,6 +27,7 @@ def rollout(
     request_ids: Sequence[int] | None = None,
     on_turn: Continue | None = None,
     max_prompt_length: int | None = None,
+    native_kernels: bool = True,
     cuda_graphs: bool = False,
 ) -> list[Rollout]:
     """Sample completions of token-id prompts in a fixed KV budget.
@@ -34,7 +35,8 @@ def rollout(
     Returns `sampling.num_generations` consecutive rollouts for each prompt. slots: sequences decoded together
     (default: all, at most 128; above 4 rounded up to a multiple of 4); at a given number a request's bits do not
     depend on the others. With the full cache a slot is as long as the longest prompt needs: give
-    max_prompt_length to fix it, or bits depend on that length. cuda_graphs: capture the decode step (CUDA only).
+    max_prompt_length to fix it, or bits depend on that length. native_kernels: attend by
+    a compiled kernel (CPU only). cuda_graphs: capture the decode step (CUDA only).
     Raises KvrlError for a model, policy, budget or prompt that cannot be run exactly.
     """
     if not len(prompts):
@@ -46,7 +48,7 @@ def rollout(
     longest = max_prompt_length if max_prompt_length is not None else max(_length(p) for p in prompts)
     engine = Engine(
         model, cache, sampling, num_slots=num_slots, max_prompt_length=longest, tokenizer=tokenizer,
-        cuda_graphs=cuda_graphs,
+        native_kernels=native_kernels, cuda_graphs=cuda_graphs,
     )  # fmt: skip
     return engine.run(prompts, seed=seed, request_ids=request_ids, on_turn=on_turn)
 

@@ -85,6 +85,8 @@ class RolloutSettings(Section):
     set, slots of the full cache are made for this length, whatever the prompts."""
     on_long_prompt: Literal["stop", "drop"] = "stop"
     """A prompt over max_prompt_length stops the run, or is dropped and counted."""
+    native_kernels: bool = True
+    """On a CPU, attend by a compiled kernel while decoding (needs g++)."""
     cuda_graphs: bool = False
     """On CUDA, launch the decode step as one captured graph (models without experts). Off until it was run on a GPU."""
 

@@ -187,6 +187,7 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float
         tokenizer=run.tokenizer,
         request_ids=[row.number for row in rows],
         max_prompt_length=config.rollout.max_prompt_length,
+        native_kernels=config.rollout.native_kernels,
         cuda_graphs=config.rollout.cuda_graphs,
     )
     texts = [completion_text(run.tokenizer, r) for r in rollouts]

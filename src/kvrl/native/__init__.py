@@ -1,0 +1,1 @@
+"""C++ kernels for the CPU, compiled when they are first used."""

@@ -1,0 +1,238 @@
+// Decode attention on a CPU: one query token a row over the first `count` entries of its slot, K and V read once.
+// Products and sums are float32 whatever the type of K and V.
+//
+// A task is one (row, KV head): its query group attends to the same entries. What a task computes depends on its own
+// inputs alone, in a fixed order, so that a row's bits do not depend on the other rows or on the number of threads.
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+// Mirrored field by field in native/decode_attention.py. Strides count elements; the last dimension is contiguous.
+struct Call {
+    const void *q, *new_k, *new_v;  // [rows, query_heads, dim], [rows, kv_heads, dim]
+    void *k, *v;                    // [rows, kv_heads, capacity, dim]
+    void* out;                      // [rows, query_heads, dim], contiguous
+    const int64_t *at, *count;      // [rows]: entry that takes new_k and new_v, entries attended to
+    const int32_t* position;        // [rows, kv_heads, capacity] or null: an entry is seen if position > oldest
+    const int64_t* oldest;          // [rows]
+    const float* sinks;             // [query_heads] or null
+    int64_t rows, query_heads, kv_heads, capacity, dim;
+    int64_t q_row, q_head, new_k_row, new_k_head, new_v_row, new_v_head;
+    int64_t row_stride, head_stride, position_row, position_head;
+    int64_t threads;
+    float scaling, softcap;  // softcap 0: none
+};
+
+namespace {
+
+constexpr int LANES = 16;
+typedef float Vec __attribute__((vector_size(LANES * sizeof(float))));
+typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(int32_t))));
+typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
+typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
+
+inline Vec splat(float x) { return Vec{} + x; }
+
+inline Vec load(const float* p) {
+    Vec v;
+    std::memcpy(&v, p, sizeof v);
+    return v;
+}
+
+inline Vec load(const uint16_t* p) {  // bfloat16: the upper half of a float
+    Halves h;
+    std::memcpy(&h, p, sizeof h);
+    Words w = __builtin_convertvector(h, Words) << 16;
+    Vec v;
+    std::memcpy(&v, &w, sizeof v);
+    return v;
+}
+
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+inline void store(uint16_t* p, Vec v) {  // round to nearest even, as torch does; NaN stays NaN
+    Words w;
+    std::memcpy(&w, &v, sizeof w);
+    Words nan = (Words)(v != v);
+    w = (w + 0x7FFF + ((w >> 16) & 1)) >> 16;
+    w = (nan & 0x7FC0) | (~nan & w);
+    Halves h = __builtin_convertvector(w, Halves);
+    std::memcpy(p, &h, sizeof h);
+}
+
+// One level of a transposed sum: folds blocks of 2 * W lanes of a and b to W lanes each.
+template <int W>
+inline Vec fold(Vec a, Vec b) {
+    Ints low, high;
+    for (int i = 0; i < LANES; i++) {
+        int source = (i / W * 2 * W) + i % W;  // lane of a ++ b, both LANES wide
+        low[i] = source;
+        high[i] = source + W;
+    }
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
+}
+
+// The sums of 16 vectors as one vector.
+inline Vec sums(const Vec* v) {
+    Vec a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++) a[i] = fold<8>(v[2 * i], v[2 * i + 1]);
+    for (int i = 0; i < 4; i++) b[i] = fold<4>(a[2 * i], a[2 * i + 1]);
+    for (int i = 0; i < 2; i++) c[i] = fold<2>(b[2 * i], b[2 * i + 1]);
+    return fold<1>(c[0], c[1]);
+}
+
+inline float sum(Vec v) {
+    float total = 0;
+    for (int i = 0; i < LANES; i++) total += v[i];
+    return total;
+}
+
+// exp of x <= 0 to about 1e-7, relative; 0 below -87. By 2^n * exp(r), |r| <= ln 2 / 2 (Cephes' polynomial).
+inline Vec exponential(Vec x) {
+    Ints keep = x > -87.0f;
+    Vec n = x * 1.44269504f;
+    Ints whole = __builtin_convertvector(n - 0.5f, Ints);  // towards zero, so to the nearest for x <= 0
+    n = __builtin_convertvector(whole, Vec);
+    Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    Vec y = splat(1.9875691500e-4f);
+    y = y * r + 1.3981999507e-3f;
+    y = y * r + 8.3334519073e-3f;
+    y = y * r + 4.1665795894e-2f;
+    y = y * r + 1.6666665459e-1f;
+    y = y * r + 5.0000001201e-1f;
+    y = y * r * r + r + 1.0f;
+    Ints power = (whole + 127) << 23;
+    Vec scale;
+    std::memcpy(&scale, &power, sizeof scale);
+    Vec out = y * scale;
+    Ints bits;
+    std::memcpy(&bits, &out, sizeof bits);
+    bits &= keep | (Ints)(x != x);
+    std::memcpy(&out, &bits, sizeof out);
+    return out;
+}
+
+// Scores of G queries [G][dim] (scaled) and keys [n][dim]: out[g * stride + j], n a multiple of 16 or less at the end.
+template <int G, class T>
+void score(const float* q, const T* keys, int64_t n, int dim, float* out, int64_t stride) {
+    for (int64_t start = 0; start < n; start += LANES) {
+        Vec part[G][LANES];
+        int width = n - start < LANES ? int(n - start) : LANES;
+        for (int j = 0; j < width; j++) {
+            const T* key = keys + (start + j) * dim;
+            Vec acc[G] = {};
+            for (int d = 0; d < dim; d += LANES) {
+                Vec x = load(key + d);
+                for (int g = 0; g < G; g++) acc[g] += x * load(q + g * dim + d);
+            }
+            for (int g = 0; g < G; g++) part[g][j] = acc[g];
+        }
+        for (int j = width; j < LANES; j++)
+            for (int g = 0; g < G; g++) part[g][j] = Vec{};
+        for (int g = 0; g < G; g++) store(out + g * stride + start, sums(part[g]));
+    }
+}
+
+// Weighted values: out[g][d] = sum over j of weight[g * stride + j] * values[j][d], DV vectors of 16 dimensions at a time.
+template <int G, int DV, class T>
+void mix(const float* weight, int64_t stride, const T* values, int64_t n, int dim, float* out) {
+    for (int d = 0; d < dim; d += DV * LANES) {
+        Vec acc[G][DV] = {};
+        for (int64_t j = 0; j < n; j++) {
+            Vec x[DV];
+            for (int v = 0; v < DV; v++) x[v] = load(values + j * dim + d + v * LANES);
+            for (int g = 0; g < G; g++)
+                for (int v = 0; v < DV; v++) acc[g][v] += x[v] * weight[g * stride + j];
+        }
+        for (int g = 0; g < G; g++)
+            for (int v = 0; v < DV; v++) store(out + g * dim + d + v * LANES, acc[g][v]);
+    }
+}
+
+template <int G, class T>
+void attend(const float* q, const T* keys, const T* values, int64_t n, int dim, float softcap, const float* sinks,
+            const int32_t* position, int64_t oldest, float* weight, int64_t stride, float* out) {
+    score<G>(q, keys, n, dim, weight, stride);
+    float total[G];
+    for (int g = 0; g < G; g++) {
+        float* w = weight + g * stride;
+        int64_t padded = (n + LANES - 1) / LANES * LANES;
+        if (softcap > 0)
+            for (int64_t j = 0; j < n; j++) w[j] = std::tanh(w[j] / softcap) * softcap;
+        if (position)
+            for (int64_t j = 0; j < n; j++)
+                if (position[j] <= oldest) w[j] = -INFINITY;
+        for (int64_t j = n; j < padded; j++) w[j] = -INFINITY;
+        float most = sinks ? sinks[g] : -INFINITY;
+        for (int64_t j = 0; j < n; j++) most = w[j] > most || w[j] != w[j] ? w[j] : most;
+        Vec sum_of = {};
+        for (int64_t j = 0; j < padded; j += LANES) {
+            Vec e = exponential(load(w + j) - most);
+            store(w + j, e);
+            sum_of += e;
+        }
+        total[g] = sum(sum_of) + (sinks ? std::exp(sinks[g] - most) : 0.0f);
+    }
+    if (dim % (4 * LANES) == 0)
+        mix<G, 4>(weight, stride, values, n, dim, out);
+    else
+        mix<G, 1>(weight, stride, values, n, dim, out);
+    for (int g = 0; g < G; g++)
+        for (int d = 0; d < dim; d += LANES) store(out + g * dim + d, load(out + g * dim + d) / total[g]);
+}
+
+template <class T>
+void decode(const Call& c) {
+    int group = int(c.query_heads / c.kv_heads);
+    int dim = int(c.dim);
+#pragma omp parallel num_threads(int(c.threads))
+    {
+        thread_local std::vector<float> scratch;
+        int64_t stride = (c.capacity + LANES - 1) / LANES * LANES;
+        scratch.resize(size_t(group) * (2 * dim + stride));
+        float* q = scratch.data();
+        float* out = q + group * dim;
+        float* weight = out + group * dim;
+#pragma omp for schedule(dynamic, 2)
+        for (int64_t task = 0; task < c.rows * c.kv_heads; task++) {
+            int64_t row = task / c.kv_heads, head = task % c.kv_heads;
+            T* keys = (T*)c.k + row * c.row_stride + head * c.head_stride;
+            T* values = (T*)c.v + row * c.row_stride + head * c.head_stride;
+            int64_t n = c.count[row], at = c.at[row];
+            std::memcpy(keys + at * dim, (const T*)c.new_k + row * c.new_k_row + head * c.new_k_head, dim * sizeof(T));
+            std::memcpy(values + at * dim, (const T*)c.new_v + row * c.new_v_row + head * c.new_v_head, dim * sizeof(T));
+            const int32_t* position = c.position ? c.position + row * c.position_row + head * c.position_head : nullptr;
+            int64_t oldest = c.position ? c.oldest[row] : 0;
+            for (int g = 0; g < group; g++) {
+                const T* query = (const T*)c.q + row * c.q_row + (head * group + g) * c.q_head;
+                for (int d = 0; d < dim; d += LANES) store(q + g * dim + d, load(query + d) * c.scaling);
+            }
+            const float* sinks = c.sinks ? c.sinks + head * group : nullptr;
+            auto some = [&](auto size, int g) {
+                attend<decltype(size)::value>(q + g * dim, keys, values, n, dim, c.softcap, sinks ? sinks + g : nullptr,
+                                              position, oldest, weight + g * stride, stride, out + g * dim);
+            };
+            int g = 0;
+            for (; g + 4 <= group; g += 4) some(std::integral_constant<int, 4>{}, g);
+            if (group - g == 3) some(std::integral_constant<int, 3>{}, g);
+            if (group - g == 2) some(std::integral_constant<int, 2>{}, g);
+            if (group - g == 1) some(std::integral_constant<int, 1>{}, g);
+            for (int i = 0; i < group; i++) {
+                T* target = (T*)c.out + (row * c.query_heads + head * group + i) * dim;
+                for (int d = 0; d < dim; d += LANES) store(target + d, load(out + i * dim + d));
+            }
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" void kvrl_decode_attention(const Call* call, int bfloat16) {
+    if (bfloat16)
+        decode<uint16_t>(*call);
+    else
+        decode<float>(*call);
+}
