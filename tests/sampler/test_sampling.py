@@ -71,7 +71,8 @@ def test_truncation_equals_transformers(fields, temperature):
 
 def test_frequencies_of_the_inverse_cdf():
     u = uniform(fold(torch.tensor(stream_key(1, 2)), torch.arange(200_000)))
-    tokens = inverse_cdf(torch.tensor([PROBS]).expand(len(u), -1), u)
+    tokens, total = inverse_cdf(torch.tensor([PROBS]).expand(len(u), -1), u)
+    assert gap(total, torch.ones(())) < 1e-6
     share = torch.bincount(tokens, minlength=5) / len(u)
     assert gap(share, torch.tensor(PROBS)) < 4 * math.sqrt(0.25 / len(u))
 
@@ -93,9 +94,30 @@ def test_logprobs_of_a_peaked_distribution_over_a_large_vocabulary(fields):
 def test_edges_of_the_inverse_cdf():
     probs = torch.tensor([[0.0, 0.5, 0.0, 0.5, 0.0]]).expand(4, -1)
     u = torch.tensor([0.0, 0.49, 0.5, 1 - 2.0**-23])
-    assert inverse_cdf(probs, u).tolist() == [1, 1, 3, 3]  # an impossible token is never drawn
+    assert inverse_cdf(probs, u)[0].tolist() == [1, 1, 3, 3]  # an impossible token is never drawn
     many = torch.rand(1, 50_000) * 1e-4  # the total need not be 1, and the last number is still below it
-    assert int(inverse_cdf(many, torch.tensor([1 - 2.0**-23]))) < 50_000
+    assert int(inverse_cdf(many, torch.tensor([1 - 2.0**-23]))[0]) < 50_000
+
+
+def test_the_inverse_cdf_over_many_blocks():
+    """Against a search in float64, at every id's middle and with numbers that no rounding can move."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randint(0, 5, (3, 1000), generator=generator).float()  # sums are exact
+    weights[1, :300], weights[2, 640:] = 0.0, 0.0  # blocks without weight, in front and at the end
+    for row in weights:
+        total = row.sum().item()
+        u = (torch.arange(int(total)) + 0.5) / total
+        expected = torch.repeat_interleave(torch.arange(1000), row.long())
+        assert inverse_cdf(row.expand(len(u), -1), u)[0].tolist() == expected.tolist()
+
+
+def test_rounding_never_draws_an_id_without_weight():
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.rand(400, 1111, generator=generator) ** 8
+    weights[torch.rand(400, 1111, generator=generator) < 0.9] = 0.0
+    for u in (0.0, 1e-7, 0.5, 1 - 2.0**-23, *torch.rand(20, generator=generator).tolist()):
+        drawn = inverse_cdf(weights, torch.full((400,), u))[0]
+        assert (weights.gather(1, drawn[:, None]) > 0).all()
 
 
 def test_greedy_takes_the_best_at_temperature_one():
@@ -112,8 +134,21 @@ def test_greedy_rollouts_with_truncation_set(fields):
 
 
 def test_support_over_the_limit_is_an_error():
-    with pytest.raises(KvrlError, match=r"sampling\.max_support: .*keeps 12 ids, over 8"):
+    with pytest.raises(KvrlError, match=r"sampling\.max_support: .*keeps at least 12 ids, over 8"):
         sample(prompts=make_prompts([5]), new=2, sampling_fields={"top_k": 12, "max_support": 8})
+
+
+def test_equal_logits_are_ordered_by_id():
+    logits = torch.zeros(1, 300)
+    logits[0, [7, 200, 290]] = 1.0
+    assert draw(logits, torch.tensor([0.0]), sampling(top_k=3)).support_ids[0].tolist() == [7, 200, 290]
+
+
+def test_top_p_counts_the_mass_of_all_ids():
+    """Not of the candidates alone, which are no more than max_support + 1."""
+    logits = torch.tensor([[0.3, 0.2, 0.2, 0.1, 0.1, 0.1]]).log()
+    drawn = draw(logits, torch.tensor([0.5]), sampling(top_p=0.65, max_support=3))
+    assert drawn.support_sizes.tolist() == [3] and drawn.support_ids.tolist() == [[0, 1, 2]]
 
 
 def test_kept_sizes_is_at_least_one():

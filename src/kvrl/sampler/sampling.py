@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvrl.errors import KvrlError
 from kvrl.sampler.config import SamplingConfig
+
+BLOCK = 128
+BELOW_ONE = 1 - 2.0**-23
+"""A number times it is below the number in fp32."""
 
 
 @dataclass(frozen=True)
@@ -33,60 +38,87 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> Draw:
     """
     if sampling.temperature == 0.0:
         best = logits.argmax(dim=-1)
-        return Draw(best, log_softmax_at(logits, best))
-    logits = logits / sampling.temperature
+        return Draw(best, pick(logits, best) - logits.logsumexp(dim=-1))
+    if sampling.temperature != 1.0:
+        logits = logits / sampling.temperature
+    if sampling.truncates:
+        return draw_truncated(logits, uniforms, sampling)
+    peak = logits.amax(dim=-1, keepdim=True)
+    weights = (logits - peak).exp_()
+    tokens, total = inverse_cdf(weights, uniforms)
+    # Not by log_softmax: torch's on a CPU is 2e-5 off where 49,000 ids share little mass.
+    return Draw(tokens, pick(logits, tokens) - (peak[:, 0] + total.log()))
+
+
+def draw_truncated(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> Draw:
+    """The same from what top-k, top-p and min-p keep of the distribution, which is recorded."""
     logps = logits - logits.logsumexp(dim=-1, keepdim=True)
-    if not sampling.truncates:
-        tokens = inverse_cdf(logps.exp(), uniforms)
-        return Draw(tokens, log_softmax_at(logits, tokens))
-    sorted_logps, ids = logps.sort(dim=-1, descending=True, stable=True)
+    sorted_logps, ids = most_likely(logps, min(logits.shape[-1], sampling.top_k or sampling.max_support + 1))
     sizes = kept_sizes(sorted_logps, sampling)  # [S]
     most = int(sizes.max())
     if most > sampling.max_support:
         raise KvrlError(
-            f"sampling.max_support: a token's truncated distribution keeps {most} ids, over {sampling.max_support}; "
-            "raise sampling.max_support, or cut more (top_k, top_p, min_p)"
+            f"sampling.max_support: a token's truncated distribution keeps at least {most} ids, over "
+            f"{sampling.max_support}; raise sampling.max_support, or cut more (top_k, top_p, min_p)"
         )
     sorted_logps, ids = sorted_logps[:, :most], ids[:, :most]
     outside = torch.arange(most, device=logits.device) >= sizes[:, None]
-    sorted_logps = sorted_logps.masked_fill(outside, float("-inf"))
-    kept = sorted_logps - sorted_logps.logsumexp(dim=-1, keepdim=True)
-    rank = inverse_cdf(kept.exp(), uniforms)
-    return Draw(pick(ids, rank), pick(kept, rank), ids.to(torch.int32), sizes)
+    kept = sorted_logps.masked_fill(outside, float("-inf"))
+    rank, total = inverse_cdf(kept.exp(), uniforms)
+    return Draw(pick(ids, rank), pick(kept, rank) - total.log(), ids.to(torch.int32), sizes)
+
+
+def most_likely(logps: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The `count` most likely ids and their log-probs, [S, count] each: in order, equals by id."""
+    ids = logps.topk(count, dim=-1).indices.sort(dim=-1).values
+    sorted_logps, order = logps.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+    return sorted_logps, ids.gather(-1, order)
 
 
 def kept_sizes(sorted_logps: Tensor, sampling: SamplingConfig) -> Tensor:
-    """How many of the most likely ids stay, int64 [S]: top-k, then top-p of what is left, then min-p."""
-    vocab = sorted_logps.shape[-1]
-    rank = torch.arange(vocab, device=sorted_logps.device)
-    kept = torch.full_like(sorted_logps, vocab, dtype=torch.int64)[:, 0]
+    """How many of the most likely ids stay, int64 [S]: top-k, then top-p of what is left, then min-p.
+
+    sorted_logps [S, n]: log-probs of the n most likely ids; n is at least top_k, where that is set.
+    """
+    count = sorted_logps.shape[-1]
+    rank = torch.arange(count, device=sorted_logps.device)
+    kept = torch.full_like(sorted_logps, count, dtype=torch.int64)[:, 0]
     if sampling.top_k > 0:
         kept = kept.clamp(max=sampling.top_k)
     probs = sorted_logps.exp()
     if sampling.top_p < 1.0:
         inside = probs.masked_fill(rank >= kept[:, None], 0.0)
         before = inside.cumsum(dim=-1) - inside  # mass of the more likely ids
-        enough = before >= sampling.top_p * inside.sum(dim=-1, keepdim=True)
-        kept = torch.minimum(kept, vocab - enough.sum(dim=-1))
+        mass = inside.sum(dim=-1, keepdim=True) if sampling.top_k > 0 else 1.0
+        enough = before >= sampling.top_p * mass
+        kept = torch.minimum(kept, count - enough.sum(dim=-1))
     if sampling.min_p > 0.0:
         kept = torch.minimum(kept, (probs >= sampling.min_p * probs[:, :1]).sum(dim=-1))
     return kept.clamp(min=1)
 
 
-def inverse_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """First index whose cumulated probability exceeds u times the total: probs [S, V], uniforms [S] -> int64 [S]."""
-    cumulated = probs.cumsum(dim=-1)
-    target = uniforms[:, None] * cumulated[:, -1:]
-    index = torch.searchsorted(cumulated, target, right=True)[:, 0]
-    return index.clamp(max=probs.shape[-1] - 1)  # only NaN goes beyond, and the engine names it
+def inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """First index whose cumulated weight exceeds u times the total, int64 [S], and the total [S].
 
-
-def log_softmax_at(logits: Tensor, index: Tensor) -> Tensor:
-    """Log-probs f32 [S] at index [S] of logits [S, V], by logsumexp as in the learner.
-
-    torch's own log_softmax on a CPU is up to 2e-5 off where 49,000 ids share little mass.
+    weights [S, V] are 0 or more, uniforms [S] in [0, 1). Blocks are summed first and one of them is searched, so
+    that the vocabulary is passed over once. An id of weight 0 is never drawn.
     """
-    return pick(logits, index) - logits.logsumexp(dim=-1)
+    rows, width = weights.shape
+    if fill := -width % BLOCK:
+        weights = F.pad(weights, (0, fill))
+    blocks = weights.view(rows, -1, BLOCK)  # [S, blocks, BLOCK]
+    sums = blocks.sum(dim=-1)
+    cumulated = sums.cumsum(dim=-1)
+    total = cumulated[:, -1:]
+    target = uniforms[:, None] * total
+    # Only NaN goes beyond the last one, here and below, and the engine names it.
+    block = torch.searchsorted(cumulated, target, right=True).clamp(max=sums.shape[-1] - 1)  # [S, 1]
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].cumsum(dim=-1)  # [S, BLOCK]
+    # Rounding may put the rest of the target below 0 or at the block's end, where ids of weight 0 would be hit.
+    rest = target - (cumulated.gather(1, block) - sums.gather(1, block))
+    rest = torch.minimum(rest.clamp(min=0.0), inside[:, -1:] * BELOW_ONE)
+    index = block * BLOCK + torch.searchsorted(inside, rest, right=True)
+    return index[:, 0].clamp(max=width - 1), total[:, 0]
 
 
 def pick(values: Tensor, index: Tensor) -> Tensor:
