@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from kvrl.cache.policies import Entries
-from kvrl.cache.select import keep_order, pool_scores
+from kvrl.cache.select import pool_scores, split_slots
 from kvrl.cache.slots import KVSlots
 from kvrl.errors import KvrlError
+from kvrl.native.compaction import keep
 from kvrl.streams import fold
 
 MAX_GROUP = 16  # more rows in one call amortise nothing and waste work when few rows are full
@@ -17,15 +18,19 @@ MAX_GROUP = 16  # more rows in one call amortise nothing and waste work when few
 class Compactor:
     """Compacts rows of a KVSlots in groups of one fixed width, so that bits do not depend on who is full too.
 
-    scratch_bytes bounds what scoring may hold at once: first rows, then layers are taken in turns.
+    scratch_bytes bounds what scoring may hold at once: first rows, then layers are taken in turns. native: use the
+    compiled CPU kernels.
     """
 
-    def __init__(self, slots: KVSlots, *, protect_prompt: bool, scratch_bytes: int) -> None:
+    def __init__(self, slots: KVSlots, *, protect_prompt: bool, scratch_bytes: int, native: bool = False) -> None:
         assert slots.policy is not None
+        self.native = native
         self.slots, self.policy, self.protect_prompt = slots, slots.policy, protect_prompt
         spec, layers = slots.spec, max(1, len(slots.managed))
         group = spec.query_heads // spec.kv_heads
-        self.layer_bytes = 4 * self.policy.scratch_floats(spec.kv_heads, group, slots.capacity, spec.head_dim)
+        self.layer_bytes = 4 * self.policy.scratch_floats(
+            spec.kv_heads, group, slots.capacity, spec.head_dim, native=native
+        )
         self.width = max(1, min(scratch_bytes // (layers * self.layer_bytes), slots.num_slots, MAX_GROUP))
         self.layers_at_once = max(1, min(layers, scratch_bytes // self.layer_bytes))
 
@@ -77,8 +82,7 @@ class Compactor:
         score = pool_scores(score, self.policy.granularity)
         if self.policy.granularity != "shared":
             score = score.masked_fill(self._expired(position, tokens), float("-inf"))
-        order = keep_order(score, protected)
-        kept, gone = order[..., :budget].sort(dim=-1).values, order[..., budget:]
+        kept, gone = split_slots(score, protected, budget)  # [layers, g, H, budget] and [..., buffer]
         self._record(rows, position.gather(-1, gone), event)
         self._move(rows, position, kept)
 
@@ -98,7 +102,7 @@ class Compactor:
             queries = s.queries[layers][:, rows].gather(3, index).flatten(0, 1).float()
         entries = Entries(
             keys=k.flatten(0, 1).float(),
-            values=s.v[layers][:, rows].flatten(0, 1).float(),
+            values=s.v[layers][:, rows].flatten(0, 1).float() if self.policy.reads_values else None,
             queries=queries,
             state=s.state[layers][:, rows].flatten(0, 1) if s.state.shape[3] else None,
             position=position[layers].flatten(0, 1),
@@ -107,6 +111,7 @@ class Compactor:
             scaling=s.spec.scaling,
             softcap=s.spec.softcap,
             in_prompt=in_prompt,
+            native=self.native,
         )
         return self.policy.score(entries).view(*shape, s.spec.kv_heads, -1)
 
@@ -134,6 +139,10 @@ class Compactor:
             moved = s.state[:, rows].gather(-1, kept)
             s.state[:, rows] = 0.0
             s.state[:, rows, :, :budget] = moved
+        if self.native:
+            keep(s.k, rows, kept)
+            keep(s.v, rows, kept)
+            return
         for i in range(len(s.managed)):
             index = kept[i, ..., None].expand(-1, -1, -1, s.spec.head_dim)  # [g, H, budget, D]
             for t in (s.k[i], s.v[i]):

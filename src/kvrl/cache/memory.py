@@ -10,8 +10,8 @@ from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.cache.slots import KVSlots
 
-SCRATCH_BYTES = 64 << 20
-"""What the policy's scoring may hold at once, unless an engine is told otherwise."""
+SCRATCH_BYTES, CPU_SCRATCH_BYTES = 512 << 20, 16 << 20
+"""What the policy's scoring may hold at once, unless an engine is told otherwise: on a CPU what its caches hold."""
 
 
 def slot_width(num_slots: int) -> int:
@@ -30,9 +30,13 @@ def make_memory(
     max_tokens: int,
     dtype: torch.dtype,
     device: torch.device,
-    scratch_bytes: int = SCRATCH_BYTES,
+    scratch_bytes: int | None = None,
+    native: bool = False,
 ) -> tuple[KVSlots, Compactor | None]:
-    """Slots for sequences of at most max_tokens, and what compacts them (None for the full cache)."""
+    """Slots for sequences of at most max_tokens, and what compacts them (None for the full cache).
+
+    native: compact by the compiled CPU kernels.
+    """
     policy = make_policy(cache)
     # The full cache is a slot of max_tokens entries that never fills: the last token has no forward (contract 2).
     budget, buffer = (max_tokens - 1, 1) if policy is None else (cache.budget, cache.buffer)
@@ -42,4 +46,6 @@ def make_memory(
     )  # fmt: skip
     if policy is None:
         return slots, None
-    return slots, Compactor(slots, protect_prompt=cache.protect_prompt, scratch_bytes=scratch_bytes)
+    if scratch_bytes is None:
+        scratch_bytes = CPU_SCRATCH_BYTES if device.type == "cpu" else SCRATCH_BYTES
+    return slots, Compactor(slots, protect_prompt=cache.protect_prompt, scratch_bytes=scratch_bytes, native=native)

@@ -52,7 +52,8 @@ def _key(source: Path, compiler: str) -> str:
     cpu = next(
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
     )
-    parts = (source.read_text(), " ".join(FLAGS), version, " ".join(sorted(cpu.split())))
+    header = source.with_name("vectors.h")
+    parts = (source.read_text(), header.read_text(), " ".join(FLAGS), version, " ".join(sorted(cpu.split())))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

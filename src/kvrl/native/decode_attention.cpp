@@ -10,6 +10,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "vectors.h"
+
 // Mirrored field by field in native/decode_attention.py. Strides count elements; the last dimension is contiguous.
 struct Call {
     const void *q, *new_k, *new_v;  // [rows, query_heads, dim], [rows, kv_heads, dim]
@@ -27,68 +29,6 @@ struct Call {
 };
 
 namespace {
-
-constexpr int LANES = 16;
-typedef float Vec __attribute__((vector_size(LANES * sizeof(float))));
-typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(int32_t))));
-typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
-typedef uint32_t Words __attribute__((vector_size(LANES * sizeof(uint32_t))));
-
-inline Vec splat(float x) { return Vec{} + x; }
-
-inline Vec load(const float* p) {
-    Vec v;
-    std::memcpy(&v, p, sizeof v);
-    return v;
-}
-
-inline Vec load(const uint16_t* p) {  // bfloat16: the upper half of a float
-    Halves h;
-    std::memcpy(&h, p, sizeof h);
-    Words w = __builtin_convertvector(h, Words) << 16;
-    Vec v;
-    std::memcpy(&v, &w, sizeof v);
-    return v;
-}
-
-inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
-
-inline void store(uint16_t* p, Vec v) {  // round to nearest even, as torch does; NaN stays NaN
-    Words w;
-    std::memcpy(&w, &v, sizeof w);
-    Words nan = (Words)(v != v);
-    w = (w + 0x7FFF + ((w >> 16) & 1)) >> 16;
-    w = (nan & 0x7FC0) | (~nan & w);
-    Halves h = __builtin_convertvector(w, Halves);
-    std::memcpy(p, &h, sizeof h);
-}
-
-// One level of a transposed sum: folds blocks of 2 * W lanes of a and b to W lanes each.
-template <int W>
-inline Vec fold(Vec a, Vec b) {
-    Ints low, high;
-    for (int i = 0; i < LANES; i++) {
-        int source = (i / W * 2 * W) + i % W;  // lane of a ++ b, both LANES wide
-        low[i] = source;
-        high[i] = source + W;
-    }
-    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
-}
-
-// The sums of 16 vectors as one vector.
-inline Vec sums(const Vec* v) {
-    Vec a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++) a[i] = fold<8>(v[2 * i], v[2 * i + 1]);
-    for (int i = 0; i < 4; i++) b[i] = fold<4>(a[2 * i], a[2 * i + 1]);
-    for (int i = 0; i < 2; i++) c[i] = fold<2>(b[2 * i], b[2 * i + 1]);
-    return fold<1>(c[0], c[1]);
-}
-
-inline float sum(Vec v) {
-    float total = 0;
-    for (int i = 0; i < LANES; i++) total += v[i];
-    return total;
-}
 
 // exp of x <= 0 to about 1e-7, relative; 0 below -87. By 2^n * exp(r), |r| <= ln 2 / 2 (Cephes' polynomial).
 inline Vec exponential(Vec x) {

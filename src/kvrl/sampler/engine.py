@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from kvrl.attention.probe import check_length, prepare, probe, text_config
 from kvrl.attention.sampler import DecodeContext, PrefillContext
 from kvrl.cache.config import CacheConfig
-from kvrl.cache.memory import SCRATCH_BYTES, make_memory
+from kvrl.cache.memory import make_memory
 from kvrl.cache.policies import check_budget, make_policy
 from kvrl.cache.trace import KVTrace, num_events, occupancy
 from kvrl.errors import KvrlError
@@ -50,7 +50,7 @@ class Engine:
         num_slots: int,
         max_prompt_length: int,
         tokenizer: Any = None,
-        scratch_bytes: int = SCRATCH_BYTES,
+        scratch_bytes: int | None = None,
         prefill_chunk: int = 512,
         native_kernels: bool = True,
         cuda_graphs: bool = False,
@@ -76,11 +76,11 @@ class Engine:
             )
         parameter = next(model.parameters())
         self.device = parameter.device
-        self.native = native_kernels and supported(parameter.dtype, self.device, self.spec.head_dim)
         self.cuda_graphs = cuda_graphs and self.device.type == "cuda"
+        self.native = native_kernels and supported(parameter.dtype, self.device, self.spec.head_dim)
         self.slots, self.compactor = make_memory(
             self.spec, cache, num_slots=num_slots, max_tokens=self.max_tokens, dtype=parameter.dtype,
-            device=self.device, scratch_bytes=scratch_bytes,
+            device=self.device, scratch_bytes=scratch_bytes, native=self.native,
         )  # fmt: skip
         self.num_slots, self.budget, self.buffer = self.slots.num_slots, self.slots.budget, self.slots.buffer
         self.eos = frozenset(sampling.eos_token_ids if sampling.eos_token_ids is not None else eos_ids(model))

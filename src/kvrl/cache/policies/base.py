@@ -22,7 +22,7 @@ class Entries:
     """
 
     keys: Tensor  # [N, H, n, D]
-    values: Tensor  # [N, H, n, D]
+    values: Tensor | None  # [N, H, n, D], for policies that read them
     queries: Tensor | None  # [N, Hq, w, D], the newest queries, oldest first
     state: Tensor | None  # [N, H, n], what observe() gathered
     position: Tensor  # int32 [N, H, n]
@@ -31,6 +31,7 @@ class Entries:
     scaling: float
     softcap: float | None
     in_prompt: bool  # the eviction happens between two chunks of a prompt
+    native: bool = False  # on a CPU with compiled kernels
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Policy(BaseModel):
     paper: ClassVar[str]
     gathers_state: ClassVar[bool] = False
     """One fp32 number for each entry, filled by observe(), moved at compaction, reset with the slot."""
+    reads_values: ClassVar[bool] = False
+    """Whether score() reads the entries' values."""
 
     window: int = Field(8, ge=0, description="newest entries that always stay")
     sinks: int = Field(4, ge=0, description="first tokens that always stay")
@@ -77,8 +80,8 @@ class Policy(BaseModel):
         """Newest entries that an eviction protects."""
         return self.window
 
-    def scratch_floats(self, heads: int, group: int, n: int, head_dim: int) -> int:
-        """fp32 numbers that scoring one layer of one sequence may hold at once."""
+    def scratch_floats(self, heads: int, group: int, n: int, head_dim: int, *, native: bool) -> int:
+        """fp32 numbers that scoring one layer of one sequence may hold at once; native: by compiled kernels."""
         return heads * n * (4 * head_dim + 3 * group * self.num_queries + 8)
 
     def score(self, entries: Entries) -> Tensor:
