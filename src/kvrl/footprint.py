@@ -20,7 +20,7 @@ from kvrl.views import View
 FP32 = 4
 # fp32 copies of [tokens, vocabulary] that exist at once, as tests/test_footprint.py counts them
 SCORE_COPIES, DISTILL_COPIES = 5, 13
-DRAW_COPIES, TRUNCATED_DRAW_COPIES = 5, 13
+DRAW_COPIES = 5
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,11 @@ class Footprint:
     def rollout(self, cache: CacheConfig, num_slots: int) -> dict[str, int]:
         """What an engine with that many slots allocates, and what drawing a token from each takes."""
         slots, compactor = make_memory(self.spec, cache, num_slots=num_slots, max_tokens=self.max_tokens, **self.where)
-        copies = TRUNCATED_DRAW_COPIES if self.config.sampling.truncates else DRAW_COPIES
         return {
             "KV slots": slots.kv_bytes,
             "scoring": slots.state_bytes + (compactor.scratch_bytes if compactor else 0),
             "trace": slots.events.nbytes,
-            "logits": copies * slots.num_slots * self.vocabulary * FP32 + self.head_copy,
+            "logits": DRAW_COPIES * slots.num_slots * self.vocabulary * FP32 + self.head_copy,
         }
 
     def kv_per_slot(self, cache: CacheConfig) -> int:
