@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,7 @@ from torch.func import functional_call
 
 from kvrl.attention.probe import causal_lm, text_config
 from kvrl.errors import KvrlError
+from kvrl.native.head import PackedHead, packable
 
 
 def decoder(model: nn.Module) -> nn.Module:
@@ -20,7 +21,7 @@ def decoder(model: nn.Module) -> nn.Module:
 class Head:
     """fp32 logits of hidden states: the head's modules (adapters included), its scale and its soft-cap.
 
-    The weights are read when called, so that gradients reach them; `frozen()` casts them once for sampling.
+    The weights are read when called, so that gradients reach them; `frozen()` reads them once for sampling.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -30,11 +31,18 @@ class Head:
         self.scale = float(getattr(config, "logit_scale", None) or 1.0)
         self.divisor = float(getattr(config, "logits_scaling", None) or 1.0)
         self._weights: dict[str, Tensor] | None = None
+        self._packed: PackedHead | None = None
 
-    def frozen(self) -> Head:
-        """A head that casts its weights to fp32 once, without gradient."""
+    def frozen(self, *, native: bool = False) -> Head:
+        """A head that casts its weights to fp32 once, without gradient.
+
+        native: packs bfloat16 weights for the compiled CPU kernel, where there is one for them.
+        """
         with torch.no_grad():
-            self._weights = self._cast()
+            if native and packable(self.module):
+                self._packed = PackedHead(cast(Tensor, self.module.weight))
+            else:
+                self._weights = self._cast()
         return self
 
     def _cast(self) -> dict[str, Tensor]:
@@ -45,6 +53,8 @@ class Head:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [..., E] -> fp32 logits [..., V] (float64 stays)."""
+        if self._packed is not None:
+            return self.finish(self._packed(hidden))
         hidden = hidden if hidden.dtype == torch.float64 else hidden.float()
         weights = self._weights if self._weights is not None else self._cast()
         return self.finish(functional_call(self.module, weights, (hidden,)))

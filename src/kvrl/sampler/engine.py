@@ -132,7 +132,7 @@ class Engine:
         start = time.perf_counter()
         with self._sampling_mode() as routing:
             self.routing = routing
-            self.head = Head(self.model).frozen()
+            self.head = Head(self.model).frozen(native=self.native)
             self.decode = self._decode_step(captured=self.cuda_graphs and routing is None)
             staged: Prompt | None = None
             staged_logits = torch.empty(0)
