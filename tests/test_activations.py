@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvrl.activations import Saved, planned_trace, saved_bytes
-from kvrl.attention.probe import prepare
+from kvrl.attention.probe import prepare, probe
 from kvrl.attention.replay import ReplayContext
 from kvrl.cache.trace import num_events
 from kvrl.head import decoder
@@ -23,7 +23,7 @@ def build(family: str, dtype: torch.dtype = torch.float32):
 
 
 def trace_of(lm):
-    return planned_trace(lm.config.num_hidden_layers, lm.config.num_key_value_heads, T, BUDGET, BUFFER)
+    return planned_trace(probe(lm), T, BUDGET, BUFFER)
 
 
 def forward(lm, trace, backend="segments"):
@@ -108,7 +108,9 @@ def test_peak_of_forward_and_backward_is_within_the_plan(family, dtype, checkpoi
 
 
 def test_a_planned_trace_is_a_valid_one_with_the_rollouts_evictions():
-    trace = planned_trace(3, 2, T, BUDGET, BUFFER).validate()
+    spec = probe(build("gemma3_text"))  # its second layer is a ring
+    trace = planned_trace(spec, T, BUDGET, BUFFER).validate()
     assert trace.events.shape == (3, 2, T) and trace.num_events == num_events(T - 1, BUDGET, BUFFER) == 8
     assert int((trace.events[0, 0] >= 0).sum()) == 8 * BUFFER
-    assert [planned_trace(3, 2, n, BUDGET, BUFFER).num_events for n in (20, 32, 33, 41)] == [0, 0, 1, 2]
+    assert int((trace.events[1] >= 0).sum()) == 0
+    assert [planned_trace(spec, n, BUDGET, BUFFER).num_events for n in (20, 32, 33, 41)] == [0, 0, 1, 2]

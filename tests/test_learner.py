@@ -112,3 +112,21 @@ def test_a_trace_of_another_model_is_refused():
     cut = KVTrace(r.trace.events[:1], r.trace.evicted_at_event, r.trace.budget, r.trace.buffer)
     with pytest.raises(KvrlError, match=r"rollouts\[0\]: its trace has \(1, 2\) layers and KV heads"):
         kvrl.logprobs(model(), [dataclasses.replace(r, trace=cut)])
+
+
+def test_a_support_without_the_sampled_id_is_refused():
+    (r,) = sample(prompts=make_prompts([5]), new=4, sampling_fields={"top_k": 3})
+    ids = r.support.ids.clone()
+    ids[:3] = (ids[:3] + 1 + r.completion_ids[0]) % 97
+    ids[:3][ids[:3] == r.completion_ids[0]] += 1
+    with pytest.raises(KvrlError, match=r"rollouts\[0\].support: .* completion token 0 lack the sampled id"):
+        replay(model(), [dataclasses.replace(r, support=kvrl.sampler.types.Support(ids, r.support.offsets))])
+    empty = kvrl.sampler.types.Support(ids[:0], torch.zeros(5, dtype=torch.int32))
+    with pytest.raises(KvrlError, match="lack the sampled id"):
+        replay(model(), [dataclasses.replace(r, support=empty)])
+
+
+def test_temperature_zero_is_refused():
+    (r,) = sample(prompts=make_prompts([5]), new=4)
+    with pytest.raises(KvrlError, match=r"rollouts\[0\].temperature: 0.0 is not above 0"):
+        replay(model(), [dataclasses.replace(r, temperature=0.0)])

@@ -15,7 +15,7 @@ Under a trace it keeps the survivors' keys and values beside each segment's own,
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvrl.attention.replay import Backend, ReplayContext
+from kvrl.attention.probe import ModelSpec
 from kvrl.cache.trace import KVTrace, num_events
 from kvrl.head import decoder
 
@@ -57,13 +58,16 @@ def saved_bytes(model: nn.Module, length: int, trace: KVTrace | None, backend: B
     return Saved(count.total + replay, outside + sum(count.inputs), max(count.layers))
 
 
-def planned_trace(layers: int, kv_heads: int, length: int, budget: int, buffer: int) -> KVTrace:
+def planned_trace(spec: ModelSpec, length: int, budget: int, buffer: int) -> KVTrace:
     """A trace with the evictions that a rollout of `length` tokens has; which entries go does not change a size."""
     events = num_events(length - 1, budget, buffer)
     evicted_by = torch.full((length,), -1, dtype=torch.int32)
     evicted_by[: events * buffer] = torch.arange(events * buffer, dtype=torch.int32) // buffer  # the oldest go
     at = budget + buffer + buffer * torch.arange(events, dtype=torch.int32)
-    return KVTrace(evicted_by.to(torch.int16).expand(layers, kv_heads, -1).contiguous(), at, budget, buffer)
+    windows = torch.tensor([window or 0 for window in spec.windows])
+    trace = KVTrace(torch.empty(0), at, budget, buffer, windows)
+    table = torch.where(trace.managed[:, None, None], evicted_by, -1).expand(-1, spec.kv_heads, -1)
+    return replace(trace, events=table.to(torch.int16).contiguous())
 
 
 class SavedTensors(AbstractContextManager):

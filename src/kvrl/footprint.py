@@ -178,4 +178,4 @@ class Footprint:
         """A sequence's trace as it comes back from the engine, in host memory."""
         if cache.is_dense:
             return KVTrace.dense(self.spec.num_layers, self.spec.kv_heads, self.max_tokens)
-        return planned_trace(self.spec.num_layers, self.spec.kv_heads, self.max_tokens, cache.budget, cache.buffer)
+        return planned_trace(self.spec, self.max_tokens, cache.budget, cache.buffer)

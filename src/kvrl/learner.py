@@ -145,13 +145,22 @@ def make_targets(rollouts: Sequence[Rollout], device: torch.device | str) -> Tar
     rows, columns, predictors, tokens, supports = [], [], [], [], []
     for i, r in enumerate(rollouts):
         column = r.loss_mask.nonzero()[:, 0]
+        if not r.temperature > 0:
+            raise KvrlError(f"rollouts[{i}].temperature: {r.temperature} is not above 0; greedy rollouts have 1.0")
         rows.append(torch.full_like(column, i))
         columns.append(column)
         predictors.append(column + len(r.prompt_ids) - 1)
         tokens.append(torch.tensor(r.completion_ids)[column])
         if r.support is not None:
             offsets = r.support.offsets.tolist()
-            supports += [r.support.ids[offsets[c] : offsets[c + 1]].long() for c in column.tolist()]
+            kept = [r.support.ids[offsets[c] : offsets[c + 1]].long() for c in column.tolist()]
+            for c, ids in zip(column.tolist(), kept, strict=True):
+                if r.completion_ids[c] not in ids:
+                    raise KvrlError(
+                        f"rollouts[{i}].support: the kept ids of completion token {c} lack the sampled id "
+                        f"{r.completion_ids[c]}; it belongs to other tokens"
+                    )
+            supports += kept
     support = None
     if supports:
         if any(r.support is None for r in rollouts):

@@ -42,5 +42,5 @@ def stream_key(*parts: int) -> int:
 
 
 def uniform(key: Tensor) -> Tensor:
-    """f32 in [0, 1) with 23 bits, one for each int64 key: times a sum it stays below the sum in fp32."""
-    return _shift(_finalise(key), 41).to(torch.float32) * 2.0**-23
+    """f64 in [0, 1) with 52 bits, one for each int64 key: times a sum it stays below the sum."""
+    return _shift(_finalise(key), 12).to(torch.float64) * 2.0**-52

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from helpers import cache, gap, sample
+from helpers import cache, gap, make_prompts, model, replay, sample
 from kvrl.attention.kernels import attend
 from kvrl.attention.replay import ReplayContext, attend_mask
 from kvrl.attention.seam import AttentionCall
@@ -135,11 +136,45 @@ def test_survivors_by_hand():
     (lambda t: KVTrace(t.events[..., :-20], t.evicted_at_event, t.budget, t.buffer),
      "cut or belongs to other tokens"),
     (lambda t: KVTrace(t.events.where(t.events != 0, -1), t.evicted_at_event, t.budget, t.buffer),
-     "eviction 0 does not leave 24"),
+     "eviction 0 takes 0 entries of layer 0, head 0, and not 8"),
+    (lambda t: KVTrace(wiped(t.events), t.evicted_at_event, t.budget, t.buffer), "takes 0 entries of layer 1, head 1"),
+    (lambda t: replace(t, events=wiped(t.events)), "takes 0 entries of layer 1, head 1"),
+    (lambda t: replace(t, events=torch.full_like(t.events, -1)), "takes 0 entries of layer 0"),
+    (lambda t: KVTrace(t.events[..., :20].fill_(-1), t.evicted_at_event[:0], 4, 8), "0 evictions in 20 tokens"),
+    (lambda t: replace(t, evicted_at_event=t.evicted_at_event.float()), "is torch.float32"),
+    (lambda t: replace(t, buffer=-8), "buffer -8, is no schedule"),
+    (lambda t: replace(t, events=t.events.where(t.events != t.num_events - 1, -1),
+                       evicted_at_event=t.evicted_at_event[:-1]), "it was cut"),
 ])  # fmt: skip
-def test_segments_refuse_a_trace_off_its_schedule(change, message):
+@pytest.mark.parametrize("backend", ["mask", "segments"])
+def test_a_trace_off_its_schedule_is_refused(change, message, backend):
     with pytest.raises(KvrlError, match=message):
-        survivors(change(sample()[2].trace))
+        ReplayContext([change(sample()[2].trace)], 72, backend=backend)
+
+
+def wiped(events: torch.Tensor) -> torch.Tensor:
+    """One head of one layer lost its record."""
+    events = events.clone()
+    events[1, 1] = -1
+    return events
+
+
+@pytest.mark.parametrize("sampled, here", [(8, None), (40, None), (8, 40), (40, 8), (8, 16), (None, 8)])
+@pytest.mark.parametrize("backend", ["mask", "segments"])
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_trace_of_a_model_with_other_windows_is_refused(sampled, here, backend, recorded):
+    def mistral(window):
+        return model("llama") if window is None else model("mistral", window)
+
+    if not recorded and {sampled, here} in ({8, 16}, {40, None}):
+        return  # both rings, or both the policy's: without a record it cannot be told
+    (r,) = sample(mistral(sampled), prompts=make_prompts([30]))
+    if not recorded:
+        r = replace(r, trace=replace(r.trace, windows=None))
+        if not r.trace.managed.any():
+            return
+    with pytest.raises(KvrlError, match="trace"):
+        replay(mistral(here), [r], backend=backend)
 
 
 def test_one_schedule_in_a_batch():

@@ -35,6 +35,17 @@ def test_mates_order_and_slot_do_not_touch_a_request(slots, policy):
     assert_same_bits(run(lm, [*mine, *other], [77, 5, 6], slots=slots, config=cache(policy))[0], alone)
 
 
+@pytest.mark.parametrize("fields", [{"top_p": 0.9}, {"min_p": 0.02}, {"top_p": 0.95, "temperature": 1.3}, {"top_k": 7}])
+def test_mates_under_truncated_sampling(fields):
+    """How many ids the mates keep must not reach a request's sums."""
+    mine, ids = make_prompts([37], seed=9), [0, 1, 2, 77]
+    (alone,) = run(model(), mine, [77], slots=4, **fields)
+    for seed in range(5):
+        together = run(model(), [*make_prompts([5, 11, 20], seed=seed), *mine], ids, slots=4, **fields)[3]
+        assert_same_bits(together, alone)
+        assert torch.equal(together.support.ids, alone.support.ids)
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "gemma2", "bfloat16"])
 def test_mates_in_other_families(name):
     check_places(model("llama", 8, torch.bfloat16) if name == "bfloat16" else model(name), slots=5)

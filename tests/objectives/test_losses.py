@@ -352,3 +352,18 @@ def test_wrong_arguments_are_refused() -> None:
         loss_of(OLD, loss_type="ppo")
     with pytest.raises(KvrlError, match=r"beta: 0\.1 needs the reference"):
         loss_of(OLD, loss_type="grpo", beta=0.1)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+@pytest.mark.parametrize("moved", [95.0, -95.0])
+def test_ratios_that_exp_cannot_hold_give_finite_gradients(loss_type, advantage, moved):
+    logps = torch.tensor([[-1.0, -95.0]], requires_grad=True)
+    old = torch.tensor([[-1.0, -95.0 - moved]])
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    loss, _ = policy_loss(
+        logps, old, torch.tensor([advantage]), mask, loss_type=loss_type, epsilon=0.2, max_completion_length=2,
+        normaliser=LossNormaliser.from_mask(mask),
+    )  # fmt: skip
+    loss.backward()
+    assert torch.isfinite(loss) and torch.isfinite(logps.grad).all()

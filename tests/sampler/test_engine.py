@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import kvrl
-from helpers import NEW, cache, make_prompts, model, sample, sampling
+from helpers import NEW, assert_same_bits, cache, make_prompts, model, sample, sampling
 from kvrl.errors import KvrlError
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from kvrl.models.tiny_families import build_family
-from kvrl.sampler.engine import eos_ids
+from kvrl.sampler.engine import Engine, eos_ids
 
 
 def test_every_eos_id_ends_a_completion():
@@ -143,3 +143,26 @@ def test_scoring_in_small_pieces_gives_the_same_evictions():
 def test_sampling_sections(fields):
     with pytest.raises(ValueError):
         kvrl.SamplingConfig(**fields)
+
+
+def test_another_attention_set_in_between_is_seen():
+    lm = build_family("llama")
+    engine = Engine(lm, cache(), sampling(), num_slots=2, max_prompt_length=64)
+    before = engine.run(make_prompts([20, 30]), seed=0)
+    lm.set_attn_implementation("sdpa")
+    for a, b in zip(before, engine.run(make_prompts([20, 30]), seed=0), strict=True):
+        assert_same_bits(a, b)
+
+
+def test_an_engine_does_not_run_inside_its_own_run():
+    engine = Engine(model(), cache(), sampling(eos_token_ids=[*range(97)]), num_slots=2, max_prompt_length=64)
+    with pytest.raises(KvrlError, match="engine: is running"):
+        engine.run(make_prompts([20]), on_turn=lambda request: engine.run(make_prompts([5])))
+    engine.run(make_prompts([20]))  # and is free again
+
+
+def test_modules_keep_their_own_mode():
+    lm = build_family("llama").train()
+    lm.model.layers[1].eval()
+    sample(lm, prompts=make_prompts([5]), new=3)
+    assert lm.training and not lm.model.layers[1].mlp.training and lm.model.layers[0].mlp.training

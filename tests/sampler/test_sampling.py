@@ -111,6 +111,17 @@ def test_the_inverse_cdf_over_many_blocks():
         assert inverse_cdf(row.expand(len(u), -1), u)[0].tolist() == expected.tolist()
 
 
+def test_every_id_of_a_long_tail_can_be_drawn():
+    """One id has nearly all the mass. Sums in fp32, or numbers of 23 bits, would never draw one of the others."""
+    weights = torch.full((1, 150_016), 2.0**-30)
+    weights[0, :128] = 0.0
+    weights[0, 7] = 1.0  # alone in its block, so that every sum is exact
+    exact = weights[0].double().cumsum(0)
+    rare = torch.arange(128, 150_016, 77)
+    u = (exact[rare] - 2.0**-31) / exact[-1]
+    assert torch.equal(inverse_cdf(weights.expand(len(u), -1), u)[0], rare)
+
+
 def test_rounding_never_draws_an_id_without_weight():
     generator = torch.Generator().manual_seed(0)
     weights = torch.rand(400, 1111, generator=generator) ** 8

@@ -28,7 +28,7 @@ def test_keys_against_python_integers(parts):
         key = splitmix((key + ((part & MASK) + 1) * 0x9E3779B97F4A7C15) & MASK)
     assert stream_key(*parts) & MASK == key
     number = float(uniform(torch.tensor(stream_key(*parts))))
-    assert number == (splitmix(key) >> 41) * 2.0**-23
+    assert number == (splitmix(key) >> 12) * 2.0**-52
 
 
 def test_streams_differ():

@@ -151,6 +151,60 @@ def test_lora_trains_adapters_alone_and_the_reference_is_the_base(tmp_path, monk
     assert second["parity/max"] < 1e-4  # the sampler sees the adapters, the head's too
 
 
+@pytest.mark.parametrize("lora", [None, {"r": 4}, {"r": 4, "modules_to_save": ["lm_head"]}])
+def test_the_reference_is_the_model_after_the_warm_start(tmp_path, monkeypatch, lora):
+    noisy_rewards(monkeypatch)
+    changes = {"lora": lora, "grpo": {"num_generations": 4, "beta": 0.1}, "train": {"max_steps": 4}}
+    run, _ = build(make_config(tmp_path / "a", checkpoint={"every": 2}, **changes), lambda text: None)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    batch, _ = collect(run)
+    assert update(run, batch, 1)["kl/mean"] == pytest.approx(0.0, abs=1e-7)
+    moved = [p.detach().clone() for p in run.model.parameters()]
+    assert any(not torch.equal(a, b) for a, b in zip(before, moved, strict=True))
+    assert update(run, batch, 2)["kl/mean"] > 1e-6
+    whole = make_config(tmp_path / "b", checkpoint={"every": 2}, **changes)
+    train(whole)
+    resumed = make_config(tmp_path / "c", checkpoint={"resume": str(tmp_path / "b/checkpoints/step-000002")}, **changes)
+    (tmp_path / "c").mkdir()
+    (tmp_path / "b/reference").rename(tmp_path / "c/reference")
+    train(resumed)
+    kl = [m["kl/mean"] for m in metrics_of(tmp_path / "b") if "kl/mean" in m]
+    assert [m["kl/mean"] for m in metrics_of(tmp_path / "c") if "kl/mean" in m] == kl[2:] and kl[2] > 0
+
+
+def test_a_reward_that_float32_cannot_hold_stops_the_run(tmp_path, monkeypatch):
+    def reward(self, completions, **columns):
+        return [1e39] + [0.0] * (len(completions) - 1)
+
+    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.reward", reward)
+    run, _ = build(make_config(tmp_path), lambda text: None)
+    with pytest.raises(KvrlError, match=r"reward: 1e\+39 for sample 0 is over what float32 holds"):
+        trainer.train_step(run, 1)
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_a_gradient_that_is_no_number_stops_the_run_before_the_update(tmp_path, monkeypatch, algorithm):
+    noisy_rewards(monkeypatch)
+    run, _ = build(make_config(tmp_path, algorithm=algorithm, **{algorithm: {"num_generations": 4}}), lambda text: None)
+    batch, _ = collect(run)
+    before = [p.detach().clone() for p in run.model.parameters()]
+    monkeypatch.setattr(run.algorithm, "loss", lambda scored, *rest: (scored.logps.sum() * float("nan"), {}))
+    with pytest.raises(KvrlError, match="train: the gradient's norm is nan at step 7; the weights were left"):
+        update(run, batch, 7)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+def test_the_launchers_accumulation_does_not_divide_gradients(tmp_path, monkeypatch):
+    noisy_rewards(monkeypatch)
+    norms = []
+    for steps in (None, "4"):
+        if steps:
+            monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", steps)
+        run, _ = build(make_config(tmp_path / str(steps)), lambda text: None)
+        norms.append(update(run, collect(run)[0], 1)["grad_norm"])
+    assert norms[0] == norms[1]
+
+
 def test_lora_checkpoint_round_trip(tmp_path, monkeypatch):
     noisy_rewards(monkeypatch)
     changes = {"lora": {"r": 2}, "warm_start": None, "checkpoint": {"every": 1}, "grpo": {"beta": 0.1}}

@@ -42,21 +42,57 @@ class ReplayContext:
         self.backend, self.length = backend, length
         self.evicted_at: Tensor | None = None
         self.plan: segments.Plan | None = None
-        if traces is None or not any(trace.num_events for trace in traces):
+        self.windows: list[int] | None = None
+        self.managed: list[bool] | None = None
+        if traces is None:
             return  # the dense view
+        for trace in traces:
+            trace.validate()
+        self.windows = one_of_all("windows", [t.windows.tolist() for t in traces if t.windows is not None])
+        evicting = [trace for trace in traces if trace.num_events]
+        if not evicting:
+            return  # nothing went: the dense view
+        self.managed = one_of_all("managed layers", [trace.managed.tolist() for trace in evicting])
+        self.capacity = max(trace.capacity for trace in evicting)
         if backend == "segments":
             self.plan = segments.Plan.from_traces(traces, length, device)
         else:
             self.evicted_at = stack_lifetimes(traces, length).to(device)  # [L, B, H, T]
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attention of the whole batch under the traces: q [B, Hq, T, D] -> [B, Hq, T, D]."""
+        """Attention of the whole batch under the traces: q [B, Hq, T, D] -> [B, Hq, T, D].
+
+        Raises KvrlError for traces of a model with other sliding windows.
+        """
+        self._check_window(call)
         if self.backend == "segments":
             return segments.attend_segments(call, self.plan)
         lifetimes = None if self.evicted_at is None else self.evicted_at[call.layer]  # [B, H, T]
         if self.backend == "flex":
             return flex.attend_flex(call, lifetimes)
         return attend_mask(call, lifetimes)
+
+    def _check_window(self, call: AttentionCall) -> None:
+        """A layer must be to the traces what it was to the sampler: a ring, or the policy's."""
+        if self.windows is not None and (was := self.windows[call.layer]) != (call.window or 0):
+            raise KvrlError(
+                f"trace.windows: layer {call.layer} was sampled with a window of {was or 'no'} tokens and has one of "
+                f"{call.window or 'no'} here; replay it on the model that it was sampled from"
+            )
+        if self.managed is not None and self.capacity:
+            managed = call.window is None or call.window > self.capacity
+            if managed != self.managed[call.layer]:
+                raise KvrlError(
+                    f"trace: the policy {'did not evict' if managed else 'evicted'} from layer {call.layer}, whose "
+                    f"window here is {call.window}; the trace belongs to another model or was changed"
+                )
+
+
+def one_of_all(what: str, values: list[list]) -> list | None:
+    """The value that all traces of a batch share, None without any. KvrlError if they differ."""
+    if any(value != values[0] for value in values):
+        raise KvrlError(f"trace: {what} differ within a batch; score rollouts of different models apart")
+    return values[0] if values else None
 
 
 def stack_lifetimes(traces: Sequence[KVTrace], length: int) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvrl.attention.kernels import attend
 from kvrl.attention.seam import AttentionCall
-from kvrl.cache.trace import KVTrace, num_events
+from kvrl.cache.trace import KVTrace
 from kvrl.errors import KvrlError
 
 
@@ -38,7 +38,7 @@ class Plan:
 
     @classmethod
     def from_traces(cls, traces: Sequence[KVTrace], length: int, device: torch.device | str) -> Plan:
-        """Survivors of traces that share one schedule; KvrlError if they do not or if one does not keep it."""
+        """Survivors of valid traces that share one schedule; KvrlError if they do not."""
         schedules = {(t.budget, t.buffer) for t in traces if t.num_events}
         if len(schedules) != 1:
             raise KvrlError(
@@ -62,34 +62,20 @@ class Plan:
 
 
 def survivors(trace: KVTrace) -> Tensor:
-    """Positions alive after each eviction: int32 [layers, kv_heads, events, budget].
-
-    Raises KvrlError for a trace whose evictions do not follow its schedule or do not leave `budget` entries.
-    """
+    """Positions alive after each eviction, in order: int32 [layers, kv_heads, events, budget]."""
+    trace.validate()
     budget, buffer, events = trace.budget, trace.buffer, trace.events
-    expected = budget + buffer + buffer * torch.arange(trace.num_events, dtype=torch.int32)
-    if not torch.equal(trace.evicted_at_event.cpu(), expected):
-        raise KvrlError(
-            f"trace.evicted_at_event: evictions are not every {buffer} tokens after {budget + buffer}; "
-            "replay this trace with backend 'mask'"
-        )
-    if num_events(trace.num_tokens - 1, budget, buffer) != trace.num_events:
-        raise KvrlError(
-            f"trace: {trace.num_events} evictions in {trace.num_tokens} tokens, but budget {budget}, buffer {buffer} "
-            f"make {num_events(trace.num_tokens - 1, budget, buffer)}; it was cut or belongs to other tokens"
-        )
-    layers, heads, tokens = events.shape
-    managed = (events >= 0).any(dim=-1)  # [L, H]; sliding layers with a ring record nothing
+    layers, heads, _ = events.shape
     out = torch.arange(budget, dtype=torch.int32).expand(layers, heads, trace.num_events, budget).clone()
-    if not bool(managed.any()):
-        return out
-    rows = events[managed]  # [R, T]
-    index = torch.arange(tokens)
-    for i in range(trace.num_events):
-        alive = ((rows < 0) | (rows > i)) & (index < int(expected[i]))  # [R, T]
-        if not bool((alive.sum(dim=-1) == budget).all()):
-            raise KvrlError(f"trace.events: eviction {i} does not leave {budget} entries in every head; it is corrupt")
-        out[managed, i] = alive.nonzero()[:, 1].view(-1, budget).to(torch.int32)
+    rows = events[trace.managed].flatten(0, 1)  # [R, T]; sliding layers with a ring record nothing
+    found = out.new_empty(len(rows), trace.num_events, budget)
+    alive = torch.arange(trace.capacity).expand(len(rows), -1)  # [R, capacity]
+    for i, at in enumerate(trace.evicted_at_event.tolist()):
+        kept = alive[rows.gather(1, alive) != i].view(len(rows), budget)
+        found[:, i] = kept.to(torch.int32)
+        alive = torch.cat([kept, torch.arange(at, at + buffer).expand(len(rows), -1)], dim=1)
+        alive = alive.clamp(max=trace.num_tokens - 1)  # beyond the last eviction nothing is read
+    out[trace.managed] = found.view(-1, heads, trace.num_events, budget)
     return out
 
 

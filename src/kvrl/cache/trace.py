@@ -7,6 +7,7 @@ An entry stores the index of the eviction that removed it; the evictions' positi
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from os import PathLike
 
@@ -46,12 +47,14 @@ class KVTrace:
                 (int32 beyond 32,767 evictions).
     evicted_at_event: int32 [num_events], the first query position that no longer sees what the eviction took.
     budget, buffer: the schedule that the sampler ran, 0 and 0 for a full cache.
+    windows:    int32 [layers], every layer's sliding window, 0 for full attention; None: not recorded.
     """
 
     events: Tensor
     evicted_at_event: Tensor
     budget: int = 0
     buffer: int = 0
+    windows: Tensor | None = None
 
     @classmethod
     def dense(cls, layers: int, kv_heads: int, tokens: int) -> KVTrace:
@@ -67,8 +70,20 @@ class KVTrace:
         return len(self.evicted_at_event)
 
     @property
+    def capacity(self) -> int:
+        """Entries that a slot of the sampler held at most."""
+        return self.budget + self.buffer
+
+    @property
     def nbytes(self) -> int:
         return self.events.nbytes + self.evicted_at_event.nbytes
+
+    @property
+    def managed(self) -> Tensor:
+        """bool [layers]: whether the policy evicted from the layer; a window that fits into a slot is a ring."""
+        if self.windows is None:
+            return (self.events >= 0).any(dim=-1).any(dim=-1)
+        return (self.windows == 0) | (self.windows > self.capacity)
 
     def evicted_at(self) -> Tensor:
         """int32 [layers, kv_heads, tokens]: the first query that does not see the entry, NEVER if it stays."""
@@ -76,12 +91,19 @@ class KVTrace:
         return table[self.events.long()]
 
     def validate(self) -> KVTrace:
-        """Raise KvrlError unless every entry is evicted after it exists, by an eviction that exists."""
+        """Raise KvrlError unless every entry is evicted after it exists, by an eviction that keeps to the schedule."""
+        return self._validated
+
+    @functools.cached_property
+    def _validated(self) -> KVTrace:
         if self.events.ndim != 3:
             raise KvrlError(
                 f"trace.events: {self.events.ndim} dimensions, but [layers, kv_heads, tokens] has 3; "
                 "record one trace for each sequence"
             )
+        for name, kinds in (("events", (torch.int16, torch.int32)), ("evicted_at_event", (torch.int32,))):
+            if (kind := getattr(self, name).dtype) not in kinds:
+                raise KvrlError(f"trace.{name}: is {kind}, not {' or '.join(map(str, kinds))}; keep what was recorded")
         if self.events.numel() and (self.events.min() < -1 or self.events.max() >= self.num_events):
             raise KvrlError(
                 f"trace.events: values from {int(self.events.min())} to {int(self.events.max())}, but the trace "
@@ -89,14 +111,48 @@ class KVTrace:
             )
         if self.num_events > 1 and not bool((self.evicted_at_event.diff() > 0).all()):
             raise KvrlError("trace.evicted_at_event: positions must grow; it was cut or mixed with another sequence's")
+        if self.windows is not None and (
+            self.windows.shape != self.events.shape[:1] or self.windows.is_floating_point() or self.windows.min() < 0
+        ):
+            raise KvrlError(f"trace.windows: {self.windows.tolist()} is not one window, or 0, for each layer")
         if bool((self.evicted_at() <= torch.arange(self.num_tokens, device=self.events.device)).any()):
             raise KvrlError("trace.events: an entry is evicted before its own query; the trace belongs to other tokens")
+        if (self.budget, self.buffer) != (0, 0):
+            self._check_schedule()
         return self
+
+    def _check_schedule(self) -> None:
+        """KvrlError unless evictions are those of budget and buffer, each with `buffer` entries of every head."""
+        budget, buffer = self.budget, self.buffer
+        if budget < 0 or buffer < 1:
+            raise KvrlError(f"trace.budget: {budget}, with buffer {buffer}, is no schedule; keep what was recorded")
+        if num_events(self.num_tokens - 1, budget, buffer) != self.num_events:
+            raise KvrlError(
+                f"trace: {self.num_events} evictions in {self.num_tokens} tokens, but budget {budget}, buffer {buffer} "
+                f"make {num_events(self.num_tokens - 1, budget, buffer)}; it was cut or belongs to other tokens"
+            )
+        expected = budget + buffer + buffer * torch.arange(self.num_events, dtype=torch.int32)
+        if not torch.equal(self.evicted_at_event.cpu(), expected):
+            raise KvrlError(
+                f"trace.evicted_at_event: evictions are not every {buffer} tokens after {budget + buffer}; "
+                "it was changed after it was recorded"
+            )
+        layers, heads, _ = self.events.shape
+        taken = torch.zeros(layers, heads, self.num_events + 1, dtype=torch.int32, device=self.events.device)
+        taken.scatter_add_(2, self.events.long() + 1, torch.ones_like(self.events, dtype=torch.int32))
+        due = torch.where(self.managed, buffer, 0)[:, None, None].to(taken.device)
+        if wrong := (taken[..., 1:] != due).nonzero().tolist():
+            layer, head, event = wrong[0]
+            raise KvrlError(
+                f"trace.events: eviction {event} takes {int(taken[layer, head, event + 1])} entries of layer {layer}, "
+                f"head {head}, and not {int(due[layer])}; it is corrupt"
+            )
 
     def save(self, path: str | PathLike) -> None:
         """Write the trace to one safetensors file."""
+        tensors = {"events": self.events, "evicted_at_event": self.evicted_at_event, "windows": self.windows}
         save_file(
-            {"events": self.events.contiguous(), "evicted_at_event": self.evicted_at_event.contiguous()},
+            {name: t.contiguous() for name, t in tensors.items() if t is not None},
             path,
             metadata={"format": "kvrl.trace.v1", "budget": str(self.budget), "buffer": str(self.buffer)},
         )
@@ -114,7 +170,8 @@ class KVTrace:
                     file.get_tensor("evicted_at_event"),
                     int(meta["budget"]),
                     int(meta["buffer"]),
+                    file.get_tensor("windows") if "windows" in file.keys() else None,  # noqa: SIM118
                 )
-        except (OSError, SafetensorError) as error:
+        except (OSError, SafetensorError, KeyError, ValueError) as error:
             raise KvrlError(f"trace file {path}: cannot be read ({error}); it is missing, cut or corrupt") from None
         return trace.validate()

@@ -21,6 +21,9 @@ LossType = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
 Metrics = dict[str, Tensor]
 """Scalars named "what/sum", "what/count", "what/min" or "what/max", which add up over micro-batches."""
 
+MAX_LOG_RATIO = 20.0
+"""Ratios beyond exp(20), or below its inverse, count as that and give no gradient."""
+
 
 @dataclass(frozen=True)
 class LossNormaliser:
@@ -96,7 +99,8 @@ def policy_loss(
     if loss_type == "gspo":
         log_ratio = (log_ratio.sum(-1) / lengths)[:, None]  # [N, 1]
         units = mask.any(-1, keepdim=True)  # [N, 1]
-    ratio = log_ratio.exp()  # [N, C] or [N, 1]
+    # exp overflows at 88, and its gradient times a clipped term's 0 is then NaN.
+    ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # [N, C] or [N, 1]
     advantage = advantages if advantages.dim() == 2 else advantages[:, None]  # [N, C] or [N, 1]
     advantage = torch.where(units, advantage, 0)  # [N, C], or [N, 1] for gspo
 

@@ -98,6 +98,9 @@ def score(
     scale = torch.tensor([1.0] * len(names) if weights is None else list(weights), dtype=torch.float64)  # [F]
     rewards = (per_function * scale).nansum(-1)  # [N]
     rewards[per_function.isnan().all(-1)] = torch.nan
+    if bool((over := rewards.float().isinf()).any()):
+        i = int(over.nonzero()[0])
+        raise KvrlError(f"reward: {float(rewards[i]):.3g} for sample {i} is over what float32 holds; scale it down")
     return Scores(rewards.float(), per_function.float(), names, sum(failed for _, failed in results.values()))
 
 

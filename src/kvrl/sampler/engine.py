@@ -83,6 +83,7 @@ class Engine:
             device=self.device, scratch_bytes=scratch_bytes, native=self.native,
         )  # fmt: skip
         self.num_slots, self.budget, self.buffer = self.slots.num_slots, self.slots.budget, self.slots.buffer
+        self.running = False
         self.eos = frozenset(sampling.eos_token_ids if sampling.eos_token_ids is not None else eos_ids(model))
 
     @property
@@ -116,6 +117,9 @@ class Engine:
         request_ids names each prompt's random stream (its index by default): with seed and sample index it
         alone decides the randomness. Raises KvrlError for prompts that do not fit.
         """
+        if self.running:
+            raise KvrlError("engine: is running; sample from inside a run (on_turn) with another Engine")
+        prepare(self.model)  # its attention may have been set to another implementation since
         prompts = [self._token_ids(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
         self._check(prompts)
         ids = list(range(len(prompts))) if request_ids is None else [operator.index(i) for i in request_ids]
@@ -348,7 +352,7 @@ class Engine:
             completion_ids=request.completion_ids,
             logprobs=torch.tensor(request.logprobs, dtype=torch.float32),
             loss_mask=torch.tensor(request.sampled, dtype=torch.bool),
-            trace=KVTrace(table, at, *scheduled),
+            trace=KVTrace(table, at, *scheduled, windows=torch.tensor([w or 0 for w in spec.windows])),
             finish_reason=request.finish_reason,
             temperature=self.sampling.temperature or 1.0,
             support=support,
@@ -386,13 +390,16 @@ class Engine:
     @contextlib.contextmanager
     def _sampling_mode(self) -> Iterator[RoutingRecorder | None]:
         """Evaluation mode and, for mixtures of experts, kernels and a record of their routing; undone after."""
-        training = self.model.training
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
+        self.running = True
         try:
             with RoutingRecorder.attached(self.model, batch_invariant=True) as recorder:
                 yield recorder
         finally:
-            self.model.train(training)
+            self.running = False
+            for module, training in modes:
+                module.training = training
 
 
 def eos_ids(model: Any) -> list[int]:

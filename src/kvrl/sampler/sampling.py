@@ -12,8 +12,8 @@ from kvrl.errors import KvrlError
 from kvrl.sampler.config import SamplingConfig
 
 BLOCK = 128
-BELOW_ONE = 1 - 2.0**-23
-"""A number times it is below the number in fp32."""
+BELOW_ONE = 1 - 2.0**-52
+"""A number times it is below the number in f64."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Draw:
 
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> Draw:
-    """Sample from fp32 logits [S, V] with uniforms [S] in [0, 1).
+    """Sample from fp32 logits [S, V] with uniforms f64 [S] in [0, 1).
 
     Raises KvrlError if truncation keeps more than `max_support` ids.
     """
@@ -98,27 +98,28 @@ def kept_sizes(sorted_logps: Tensor, sampling: SamplingConfig) -> Tensor:
 
 
 def inverse_cdf(weights: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """First index whose cumulated weight exceeds u times the total, int64 [S], and the total [S].
+    """First index whose cumulated weight exceeds u times the total, int64 [S], and the total, f32 [S].
 
-    weights [S, V] are 0 or more, uniforms [S] in [0, 1). Blocks are summed first and one of them is searched, so
-    that the vocabulary is passed over once. An id of weight 0 is never drawn.
+    weights f32 [S, V] are 0 or more, uniforms f64 [S] in [0, 1). Blocks are summed first and one of them is searched,
+    so that the vocabulary is passed over once; the sums are cumulated in f64, or ids of a long tail could never be
+    drawn. An id of weight 0 is never drawn.
     """
     rows, width = weights.shape
     if fill := -width % BLOCK:
         weights = F.pad(weights, (0, fill))
     blocks = weights.view(rows, -1, BLOCK)  # [S, blocks, BLOCK]
-    sums = blocks.sum(dim=-1)
+    sums = blocks.sum(dim=-1).double()
     cumulated = sums.cumsum(dim=-1)
     total = cumulated[:, -1:]
-    target = uniforms[:, None] * total
+    target = uniforms[:, None].double() * total
     # Only NaN goes beyond the last one, here and below, and the engine names it.
     block = torch.searchsorted(cumulated, target, right=True).clamp(max=sums.shape[-1] - 1)  # [S, 1]
-    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].cumsum(dim=-1)  # [S, BLOCK]
+    inside = blocks.gather(1, block[..., None].expand(-1, -1, BLOCK))[:, 0].double().cumsum(dim=-1)  # [S, BLOCK]
     # Rounding may put the rest of the target below 0 or at the block's end, where ids of weight 0 would be hit.
     rest = target - (cumulated.gather(1, block) - sums.gather(1, block))
     rest = torch.minimum(rest.clamp(min=0.0), inside[:, -1:] * BELOW_ONE)
     index = block * BLOCK + torch.searchsorted(inside, rest, right=True)
-    return index[:, 0].clamp(max=width - 1), total[:, 0]
+    return index[:, 0].clamp(max=width - 1), total[:, 0].float()
 
 
 def pick(values: Tensor, index: Tensor) -> Tensor:

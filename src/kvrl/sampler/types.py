@@ -17,7 +17,8 @@ class Support:
     """The kept ids of a truncated distribution at each completion token, ragged.
 
     ids:     int32 [sum of sizes], most likely first.
-    offsets: int32 [C + 1]; the ids of completion token t are ids[offsets[t]:offsets[t + 1]] (empty: all ids).
+    offsets: int32 [C + 1]; the ids of completion token t are ids[offsets[t]:offsets[t + 1]]
+             (none at inserted tokens).
     """
 
     ids: Tensor

@@ -50,6 +50,7 @@ class Distiller:
     def __init__(self, settings: DistillSettings, model: nn.Module, start: Reference | None) -> None:
         """start: the starting model, if it is what teaches."""
         self.settings, self.model, self.weight = settings, model, settings.weight
+        self.gradients: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})  # of objective and term, by parameter
         self.average = Average(model, settings.average_decay) if settings.teacher_weights == "average" else None
         source = start if settings.teacher_weights == "start" else self.average
         weights = None if source is None else source.active
@@ -75,16 +76,24 @@ class Distiller:
         """The term's weight at a rollout batch, counted from 1."""
         return self.weight * warmup(step, self.settings.warmup_steps)
 
-    def balance(self, loss: Tensor, term: Tensor) -> None:
-        """Move the weight so that the term's gradient is `grad_ratio` of the loss's, as this micro-batch shows them.
+    def gather(self, loss: Tensor, term: Tensor) -> None:
+        """Add a micro-batch's gradients of the objective and of the unweighted term to those of the optimiser step."""
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
+        for sums, what in zip(self.gradients, (loss, term), strict=True):
+            gradients = torch.autograd.grad(what, parameters, retain_graph=True, allow_unused=True)
+            for i, gradient in enumerate(gradients):
+                if gradient is not None:
+                    sums[i] = gradient.float() if i not in sums else sums[i].add_(gradient)
 
-        A micro-batch without signal says nothing of the ratio.
+    def balance(self) -> None:
+        """Move the weight so that the term's gradient is `grad_ratio` of the objective's, as the last step showed them.
+
+        Whole steps, so that the weight does not depend on how they are cut. One without signal says nothing.
         """
         assert self.settings.grad_ratio is not None
-        parameters = [p for p in self.model.parameters() if p.requires_grad]
-        objective = gradient_norm(loss, parameters)
+        objective, divergence = map(norm_of, self.gradients)
+        self.gradients = ({}, {})
         if objective > 0:
-            divergence = gradient_norm(term, parameters)
             self.weight = controlled_weight(self.weight, objective, divergence, ratio=self.settings.grad_ratio)
 
     def state_dict(self) -> dict[str, Any]:
@@ -98,13 +107,13 @@ class Distiller:
             self.average.load(state["masters"])
 
     def after_update(self) -> None:
-        """Let the average follow the policy."""
+        """Let the average follow the policy, and the controller set the next step's weight."""
         if self.average is not None:
             self.average.follow(self.model)
+        if self.settings.grad_ratio is not None:
+            self.balance()
 
 
-def gradient_norm(loss: Tensor, parameters: Sequence[nn.Parameter]) -> float:
-    """Norm of the loss's gradient; the graph stays for the backward pass."""
-    gradients = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-    norms = [g.float().norm() for g in gradients if g is not None]
-    return float(torch.stack(norms).norm()) if norms else 0.0
+def norm_of(gradients: dict[int, Tensor]) -> float:
+    """Norm of all gradients together."""
+    return float(torch.stack([g.norm() for g in gradients.values()]).norm()) if gradients else 0.0

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from kvrl.critic import Critic
@@ -25,7 +27,7 @@ from kvrl.train.config import Config
 from kvrl.train.data import PromptLimits, PromptStream, columns_of
 from kvrl.train.distiller import Distiller
 from kvrl.train.optimizer import MasterAdamW, make_optimizer, make_scheduler
-from kvrl.train.setup import Reference, load_policy
+from kvrl.train.setup import Reference, adapters_of, load_policy
 from kvrl.train.warm_start import BETAS, warm_start
 
 Say = Callable[[str], object]
@@ -61,7 +63,8 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     if resumed is not None:
         check_resume(resumed, config)
     torch.manual_seed(config.seed)
-    accelerator = Accelerator()
+    # `accelerate launch` may set a number in the environment, which would divide every gradient once more
+    accelerator = Accelerator(gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1))
     task = get_task(config.task.name, **config.task.params)
     # a missing column, a file too short or a judge that is down is told before a model is loaded
     rewards = make_rewards(config, task, accelerator.device)
@@ -75,8 +78,7 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     reference = distiller = critic = None
     taught_by_start = config.distills and config.distill.teacher_weights == "start"
     if config.settings.beta > 0 or taught_by_start:
-        start = starting_model(config, model, output_dir, resumed is not None)
-        reference = Reference(start, lora=config.lora is not None)
+        reference = starting_model(config, model, output_dir, resumed is not None)
     if config.distills:
         distiller = Distiller(config.distill, model, reference)
     if config.algorithm == "ppo":
@@ -138,16 +140,23 @@ def make_start(config: Config, folder: Path, say: Say) -> None:
     save_model(folder, model, tokenizer)
 
 
-def starting_model(config: Config, model: Any, output_dir: Path, resumed: bool) -> nn.Module:
+def starting_model(config: Config, model: Any, output_dir: Path, resumed: bool) -> Reference:
     """The model that KL and distillation refer to: kept in `reference/` so that a resumed run has the same one."""
-    if config.lora is not None:
-        return model
-    folder = output_dir / "reference"
-    if not resumed:
-        model.save_pretrained(folder)
-        return model
-    if not folder.is_dir():
+    folder, lora = output_dir / "reference", config.lora is not None
+    if lora and config.warm_start is None:
+        return Reference(model, lora=True)
+    if resumed and not folder.is_dir():
         raise KvrlError(
             f"checkpoint.resume: {folder} is missing, the model that the run started from; restore it or start anew"
         )
-    return type(model).from_pretrained(folder, dtype=model.dtype).to(model.device)
+    if lora:
+        file = folder / "adapters.safetensors"
+        if not resumed:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file({name: tensor.cpu().contiguous() for name, tensor in adapters_of(model).items()}, file)
+        adapters = {name: tensor.to(model.device) for name, tensor in load_file(file).items()}
+        return Reference(model, lora=True, adapters=adapters)
+    if not resumed:
+        model.save_pretrained(folder)
+        return Reference(model, lora=False)
+    return Reference(type(model).from_pretrained(folder, dtype=model.dtype).to(model.device), lora=False)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvrl.errors import KvrlError
@@ -117,18 +117,38 @@ def add_lora(model: nn.Module, config: Config, folder: Path | None) -> nn.Module
 
 
 class Reference:
-    """The policy that the KL is taken against: the adapters off, or a frozen copy of the starting model."""
+    """The policy that the KL is taken against, frozen: the model as it was when the run began.
 
-    def __init__(self, model: nn.Module, *, lora: bool) -> None:
-        self.lora, self.model = lora, model
+    With LoRA it shares the base: the adapters are off, or (if a warm start trained them) as they were.
+    """
+
+    def __init__(self, model: nn.Module, *, lora: bool, adapters: dict[str, Tensor] | None = None) -> None:
+        self.lora, self.model, self.adapters = lora, model, adapters
         if not lora:
             self.model = copy.deepcopy(model).requires_grad_(False).eval()
 
     @contextlib.contextmanager
     def active(self) -> Iterator[nn.Module]:
         """The reference model inside the block."""
-        if self.lora:
+        if not self.lora:
+            yield self.model
+        elif self.adapters is None:
             with self.model.disable_adapter():  # type: ignore[operator]
                 yield self.model
         else:
-            yield self.model
+            trained = adapters_of(self.model)
+            try:
+                self._use(self.adapters)
+                yield self.model
+            finally:
+                self._use(trained)
+
+    def _use(self, adapters: dict[str, Tensor]) -> None:
+        for name, parameter in self.model.named_parameters():
+            if name in adapters:
+                parameter.data = adapters[name]
+
+
+def adapters_of(model: nn.Module) -> dict[str, Tensor]:
+    """Everything that is trained, by name: the tensors themselves."""
+    return {name: p.data for name, p in model.named_parameters() if p.requires_grad}

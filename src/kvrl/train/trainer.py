@@ -73,7 +73,7 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
                 continue
             normaliser = algorithm.normaliser(fixed, mini)
             micros = micro_batches(rollouts, algorithm.units(fixed, mini), config.train.micro_batch_tokens)
-            for number, micro in enumerate(micros):
+            for micro in micros:
                 scored = run.scorer(
                     [rollouts[i] for i in micro], view=config.learner_view,
                     distill=None if distiller is None else distiller.distillation,
@@ -83,8 +83,8 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
                 if distiller is not None:
                     assert taught is not None
                     term, more = distiller.term(scored, cut(taught), int(taught[mini].sum()))
-                    if config.distill.grad_ratio is not None and number == 0:
-                        distiller.balance(loss, term)
+                    if config.distill.grad_ratio is not None:
+                        distiller.gather(loss, term)
                     loss, part = loss + distiller.weight_at(step) * term, part | more
                 run.accelerator.backward(loss)
                 losses.append(loss.detach())
@@ -93,14 +93,14 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
             if algorithm.critic_alone(step):
                 for tensor in optimized(run.optimizer, POLICY):
                     tensor.grad = None
-            norms.append(run.accelerator.clip_grad_norm_(optimized(run.optimizer), config.train.max_grad_norm))
+            norms.append(clip_gradient(run, optimized(run.optimizer), step))
             if critic := optimized(run.optimizer, CRITIC):
-                run.accelerator.clip_grad_norm_(critic, config.train.max_grad_norm)
+                clip_gradient(run, critic, step)
             run.optimizer.step()
             run.scheduler.step()
             run.optimizer.zero_grad(set_to_none=True)
             if distiller is not None:
-                distiller.after_update()
+                distiller.after_update()  # the average follows, the controller moves the weight
 
     if norms:
         metrics |= mean_metrics(merge_metrics(parts)) | {
@@ -111,6 +111,17 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
     if distiller is not None:
         metrics["distill/weight"] = distiller.weight_at(step)
     return metrics | {"learning_rate": run.scheduler.get_last_lr()[0], "updates_skipped": float(run.skipped)}
+
+
+def clip_gradient(run: Run, parameters: list[Tensor], step: int) -> Tensor:
+    """Clip to train.max_grad_norm; returns the norm before. KvrlError if it is no number: nothing would be left."""
+    norm = run.accelerator.clip_grad_norm_(parameters, run.config.train.max_grad_norm)
+    if not bool(torch.isfinite(norm)):
+        raise KvrlError(
+            f"train: the gradient's norm is {float(norm)} at step {step}; the weights were left as they are. Look at "
+            "rewards and losses in metrics.jsonl; lower train.learning_rate, or set model.dtype to float32"
+        )
+    return norm
 
 
 def fixed_views(run: Run, batch: Batch) -> Views:

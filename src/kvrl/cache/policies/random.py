@@ -20,4 +20,4 @@ class Random(Policy):
     def score(self, entries: Entries) -> Tensor:
         heads = torch.arange(entries.position.shape[1], device=entries.stream.device)
         key = fold(entries.stream[:, None], heads)  # [N, H]
-        return uniform(fold(key[..., None], entries.position.long()))
+        return uniform(fold(key[..., None], entries.position.long())).float()
