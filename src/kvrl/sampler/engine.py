@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import operator
 import time
 import warnings
@@ -27,7 +28,7 @@ from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.decode_graph import DecodeGraph
 from kvrl.sampler.request import Continue, Prompt, Request
 from kvrl.sampler.routing import RoutingRecorder
-from kvrl.sampler.sampling import Draw, draw
+from kvrl.sampler.sampling import Drawn, draw
 from kvrl.sampler.types import FinishReason, Rollout, Support
 from kvrl.streams import fold, stream_key, uniform
 
@@ -153,7 +154,7 @@ class Engine:
                     request.forwarded = len(request.prompt_ids)
                     request.routing.extend(staged_routing)
                     active[row] = request
-                    self._accept({row: request}, self._draw({row: request}, staged_logits, [row]), [row], on_turn)
+                    self._accept({row: request}, self._draw({row: request}, staged_logits, [row]), on_turn)
                     staged = staged if staged.waiting else None
                     self._retire(active, done)
                     if row not in active:
@@ -189,7 +190,7 @@ class Engine:
                 request.routing.append(self.routing.at(row, width=self.num_slots))
         self._compact(list(active.items()), in_prompt=False)
         rows = sorted(active)
-        self._accept(active, self._draw(active, logits, rows), rows, on_turn)
+        self._accept(active, self._draw(active, logits, rows), on_turn)
 
     def _decode_step(self, *, captured: bool) -> Callable[[Tensor], Tensor]:
         """What takes every slot's token id, position and storage slot, int64 [3, S], to logits f32 [S, V]."""
@@ -221,31 +222,30 @@ class Engine:
                 in_prompt=in_prompt,
             )
 
-    def _draw(self, requests: dict[int, Request], logits: Tensor, rows: list[int]) -> Draw:
+    def _draw(self, requests: dict[int, Request], logits: Tensor, rows: list[int]) -> dict[int, Drawn]:
         """Draw a token for every row of logits [rows or S, V], each from its request's own stream."""
-        streams = [0] * len(logits)
-        counts = [0] * len(logits)
-        for i, row in enumerate(rows):
-            at = i if len(logits) == len(rows) else row
-            streams[at], counts[at] = requests[row].stream, len(requests[row].completion_ids)
+        at = rows if len(logits) > len(rows) else range(len(rows))
+        streams, counts = [0] * len(logits), [0] * len(logits)
+        for i, row in zip(at, rows, strict=True):
+            streams[i], counts[i] = requests[row].stream, len(requests[row].completion_ids)
         stream, count = torch.tensor([streams, counts], device=self.device)
         if len(rows) < len(logits):  # idle slots repeat an active one: what they would draw must not matter
             pick = torch.full((len(logits),), rows[0], device=self.device)
             pick[rows] = torch.tensor(rows, device=self.device)
             logits = logits[pick]
-        drawn = draw(logits, uniform(fold(stream, count)), self.sampling)
-        if not bool(torch.isfinite(drawn.logprobs).all()):
+        drawn = draw(logits, uniform(fold(stream, count)), self.sampling).cpu()
+        tokens, logprobs = drawn.tokens.tolist(), drawn.logprobs.tolist()
+        if not all(map(math.isfinite, logprobs)):
             raise KvrlError(
                 "model: its logits are not finite while sampling; check the weights, or use model.dtype float32"
             )
-        return drawn
+        return {row: Drawn(tokens[i], logprobs[i], drawn.support_of(i)) for i, row in zip(at, rows, strict=True)}
 
-    def _accept(self, requests: dict[int, Request], drawn: Draw, rows: list[int], on_turn: Continue | None) -> None:
+    def _accept(self, requests: dict[int, Request], drawn: dict[int, Drawn], on_turn: Continue | None) -> None:
         """Append the drawn tokens and see which requests end or take a turn."""
-        drawn = drawn.cpu()
-        for i, row in enumerate(rows):
+        for row, one in drawn.items():
             request = requests[row]
-            self._append(request, drawn, i if len(drawn.tokens) == len(rows) else row)
+            self._append(request, one)
             while on_turn is not None and request.finish_reason in ("eos", "stop"):
                 if not self._take_turn(row, request, on_turn):
                     break
@@ -287,16 +287,16 @@ class Engine:
         if self.sampling.truncates:
             request.support.extend([torch.empty(0, dtype=torch.int32)] * len(inserted))
         logits = self._prefill(row, request, pending, in_prompt=False)
-        self._append(request, self._draw({row: request}, logits, [row]), 0)
+        self._append(request, self._draw({row: request}, logits, [row])[row])
         return True
 
-    def _append(self, request: Request, drawn: Draw, at: int) -> None:
-        """Append the token drawn in row `at` and see whether it ends the completion."""
-        request.completion_ids.append(int(drawn.tokens[at]))
-        request.logprobs.append(float(drawn.logprobs[at]))
+    def _append(self, request: Request, drawn: Drawn) -> None:
+        """Append a drawn token and see whether it ends the completion."""
+        request.completion_ids.append(drawn.token)
+        request.logprobs.append(drawn.logprob)
         request.sampled.append(True)
-        if drawn.support_ids is not None and drawn.support_sizes is not None:
-            request.support.append(drawn.support_ids[at, : int(drawn.support_sizes[at])].cpu())
+        if drawn.support is not None:
+            request.support.append(drawn.support)
         request.finish_reason = self._finish_reason(request)
 
     # Prefill ----------------------------------------------------------------------------------------------

@@ -30,6 +30,21 @@ class Draw:
         parts = (self.tokens, self.logprobs, self.support_ids, self.support_sizes)
         return Draw(*(None if part is None else part.cpu() for part in parts))  # type: ignore[arg-type]
 
+    def support_of(self, slot: int) -> Tensor | None:
+        """The kept ids of one slot, int32; None if nothing was cut."""
+        if self.support_ids is None or self.support_sizes is None:
+            return None
+        return self.support_ids[slot, : int(self.support_sizes[slot])]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A drawn token of one request, in host memory."""
+
+    token: int
+    logprob: float
+    support: Tensor | None
+
 
 def draw(logits: Tensor, uniforms: Tensor, sampling: SamplingConfig) -> Draw:
     """Sample from fp32 logits [S, V] with uniforms f64 [S] in [0, 1).
