@@ -10,6 +10,10 @@
 #include <type_traits>
 #include <vector>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #include "vectors.h"
 
 // Mirrored field by field in native/decode_attention.py. Strides count elements; the last dimension is contiguous.
@@ -55,19 +59,44 @@ inline Vec exponential(Vec x) {
     return out;
 }
 
-// Scores of G queries [G][dim] (scaled) and keys [n][dim]: out[g * stride + j], n a multiple of 16 or less at the end.
+// The products of G queries with one key, each as a vector of partial sums.
 template <int G, class T>
-void score(const float* q, const T* keys, int64_t n, int dim, float* out, int64_t stride) {
+inline void products(const T* q, int64_t q_stride, const T* key, int dim, Vec* acc) {
+    for (int g = 0; g < G; g++) acc[g] = Vec{};
+    for (int d = 0; d < dim; d += LANES) {
+        Vec x = load(key + d);
+        for (int g = 0; g < G; g++) acc[g] += x * load(q + g * q_stride + d);
+    }
+}
+
+#ifdef __AVX512BF16__
+template <int G>
+inline void products(const uint16_t* q, int64_t q_stride, const uint16_t* key, int dim, Vec* acc) {
+    __m512 sum[G];
+    for (int g = 0; g < G; g++) sum[g] = _mm512_setzero_ps();
+    int d = 0;
+    for (; d + 2 * LANES <= dim; d += 2 * LANES) {
+        __m512bh x = (__m512bh)_mm512_loadu_si512(key + d);
+        for (int g = 0; g < G; g++)
+            sum[g] = _mm512_dpbf16_ps(sum[g], x, (__m512bh)_mm512_loadu_si512(q + g * q_stride + d));
+    }
+    for (int g = 0; g < G; g++) acc[g] = (Vec)sum[g];
+    if (d < dim) {
+        Vec x = load(key + d);
+        for (int g = 0; g < G; g++) acc[g] += x * load(q + g * q_stride + d);
+    }
+}
+#endif
+
+// Products of G queries and keys [n][dim]: out[g * stride + j], up to the next multiple of LANES.
+template <int G, class T>
+void score(const T* q, int64_t q_stride, const T* keys, int64_t n, int dim, float* out, int64_t stride) {
     for (int64_t start = 0; start < n; start += LANES) {
         Vec part[G][LANES];
         int width = n - start < LANES ? int(n - start) : LANES;
         for (int j = 0; j < width; j++) {
-            const T* key = keys + (start + j) * dim;
-            Vec acc[G] = {};
-            for (int d = 0; d < dim; d += LANES) {
-                Vec x = load(key + d);
-                for (int g = 0; g < G; g++) acc[g] += x * load(q + g * dim + d);
-            }
+            Vec acc[G];
+            products<G>(q, q_stride, keys + (start + j) * dim, dim, acc);
             for (int g = 0; g < G; g++) part[g][j] = acc[g];
         }
         for (int j = width; j < LANES; j++)
@@ -93,13 +122,15 @@ void mix(const float* weight, int64_t stride, const T* values, int64_t n, int di
 }
 
 template <int G, class T>
-void attend(const float* q, const T* keys, const T* values, int64_t n, int dim, float softcap, const float* sinks,
-            const int32_t* position, int64_t oldest, float* weight, int64_t stride, float* out) {
-    score<G>(q, keys, n, dim, weight, stride);
+void attend(const T* q, int64_t q_stride, const T* keys, const T* values, int64_t n, int dim, float scaling,
+            float softcap, const float* sinks, const int32_t* position, int64_t oldest, float* weight, int64_t stride,
+            float* out) {
+    score<G>(q, q_stride, keys, n, dim, weight, stride);
     float total[G];
     for (int g = 0; g < G; g++) {
         float* w = weight + g * stride;
         int64_t padded = (n + LANES - 1) / LANES * LANES;
+        for (int64_t j = 0; j < padded; j += LANES) store(w + j, load(w + j) * scaling);
         if (softcap > 0)
             for (int64_t j = 0; j < n; j++) w[j] = std::tanh(w[j] / softcap) * softcap;
         if (position)
@@ -132,9 +163,8 @@ void decode(const Call& c) {
     {
         thread_local std::vector<float> scratch;
         int64_t stride = (c.capacity + LANES - 1) / LANES * LANES;
-        scratch.resize(size_t(group) * (2 * dim + stride));
-        float* q = scratch.data();
-        float* out = q + group * dim;
+        scratch.resize(size_t(group) * (dim + stride));
+        float* out = scratch.data();
         float* weight = out + group * dim;
 #pragma omp for schedule(dynamic, 2)
         for (int64_t task = 0; task < c.rows * c.kv_heads; task++) {
@@ -146,14 +176,12 @@ void decode(const Call& c) {
             std::memcpy(values + at * dim, (const T*)c.new_v + row * c.new_v_row + head * c.new_v_head, dim * sizeof(T));
             const int32_t* position = c.position ? c.position + row * c.position_row + head * c.position_head : nullptr;
             int64_t oldest = c.position ? c.oldest[row] : 0;
-            for (int g = 0; g < group; g++) {
-                const T* query = (const T*)c.q + row * c.q_row + (head * group + g) * c.q_head;
-                for (int d = 0; d < dim; d += LANES) store(q + g * dim + d, load(query + d) * c.scaling);
-            }
+            const T* q = (const T*)c.q + row * c.q_row + head * group * c.q_head;
             const float* sinks = c.sinks ? c.sinks + head * group : nullptr;
             auto some = [&](auto size, int g) {
-                attend<decltype(size)::value>(q + g * dim, keys, values, n, dim, c.softcap, sinks ? sinks + g : nullptr,
-                                              position, oldest, weight + g * stride, stride, out + g * dim);
+                attend<decltype(size)::value>(q + g * c.q_head, c.q_head, keys, values, n, dim, c.scaling, c.softcap,
+                                              sinks ? sinks + g : nullptr, position, oldest, weight + g * stride,
+                                              stride, out + g * dim);
             };
             int g = 0;
             for (; g + 4 <= group; g += 4) some(std::integral_constant<int, 4>{}, g);

@@ -26,7 +26,7 @@ from kvrl.head import Head, check_head, decoder
 from kvrl.native.decode_attention import supported
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.decode_graph import DecodeGraph
-from kvrl.sampler.request import Continue, Prompt, Request
+from kvrl.sampler.request import Continue, Progress, Prompt, Request
 from kvrl.sampler.routing import RoutingRecorder
 from kvrl.sampler.sampling import Drawn, draw
 from kvrl.sampler.types import FinishReason, Rollout, Support
@@ -112,11 +112,13 @@ class Engine:
         seed: int = 0,
         request_ids: Sequence[int] | None = None,
         on_turn: Continue | None = None,
+        on_step: Callable[[Progress], None] | None = None,
     ) -> list[Rollout]:
         """Sample `num_generations` completions of each prompt; they are consecutive in the result.
 
         request_ids names each prompt's random stream (its index by default): with seed and sample index it
-        alone decides the randomness. Raises KvrlError for prompts that do not fit.
+        alone decides the randomness. on_step is called after each decode step. Raises KvrlError for prompts that do
+        not fit.
         """
         if self.running:
             raise KvrlError("engine: is running; sample from inside a run (on_turn) with another Engine")
@@ -140,6 +142,7 @@ class Engine:
             self.head = Head(self.model).frozen(native=self.native)
             self.decode = self._decode_step(captured=self.cuda_graphs and routing is None)
             staged: Prompt | None = None
+            steps = 0
             staged_logits = torch.empty(0)
             while waiting or staged or active:
                 free = [row for row in range(self.num_slots) if row not in active]
@@ -161,6 +164,9 @@ class Engine:
                         free.insert(0, row)
                 if active:
                     self._step(active, on_turn)
+                    steps += 1
+                    if on_step is not None:
+                        on_step(Progress(steps, len(active), len(every) - len(done) - len(active)))
                     self._retire(active, done)
         seconds = time.perf_counter() - start
         out = [done[id(request)] for request in every]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +15,16 @@ Continue = Callable[["Request"], Sequence[int] | None]
 """Called when a completion ends by EOS or stop string: ids to insert (a tool's answer, a user's turn), or None.
 
 Ids that leave no room for another sampled token end the completion with finish_reason `length`."""
+
+
+class Progress(NamedTuple):
+    """Where a run stands after a decode step."""
+
+    steps: int
+    active: int
+    """Completions that are being sampled."""
+    waiting: int
+    """Completions that wait for a slot."""
 
 
 @dataclass
