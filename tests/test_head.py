@@ -6,7 +6,10 @@ import copy
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+import torch.nn.functional as F
+import transformers
+from peft import LoraConfig, PveraConfig, get_peft_model
+from torch import nn
 
 from helpers import gap, make_prompts, model
 from kvrl.errors import KvrlError
@@ -106,3 +109,140 @@ def test_gradients_reach_the_heads_weights():
     Head(lm)(hidden).square().sum().backward()
     expected = (4.0 * 2 * (hidden @ lm.lm_head.weight.T)).detach().T @ hidden  # logit scale 2, squared
     assert gap(lm.lm_head.weight.grad, expected) < 1e-3 * expected.abs().max().item()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_autocast_does_not_reach_the_head(dtype, frozen):
+    lm = model("gemma2", 8, dtype)
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+    def logits():
+        head = Head(lm)
+        return (head.frozen(native=True) if frozen else head)(hidden)
+
+    expected = logits()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(logits(), expected) and logits().dtype == torch.float32
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_a_frozen_head_takes_hidden_states_that_autocast_widened(native):
+    lm = model("llama", 8, torch.bfloat16)
+    hidden = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert gap(Head(lm).frozen(native=native)(hidden), hidden @ lm.lm_head.weight.float().T) < 1e-5
+
+
+BERT_LIKE = {
+    "ModernBertDecoder": {"layer_types": ["full_attention"] * 2},
+    "Bert": {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "Roberta": {"is_decoder": True, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+}
+NAMES = {"Bert": "BertLMHeadModel"}
+
+
+@pytest.mark.parametrize("prefix", BERT_LIKE)
+def test_layers_between_the_trunk_and_the_head_are_refused(prefix):
+    config = getattr(transformers, f"{prefix}Config")(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2, **BERT_LIKE[prefix],
+    )  # fmt: skip
+    lm = getattr(transformers, NAMES.get(prefix, f"{prefix}ForCausalLM"))(config)
+    with pytest.raises(KvrlError, match="changes the trunk's hidden states before its head"):
+        check_head(lm)
+
+
+@pytest.mark.parametrize("change", [lambda x: x * 1.0001, lambda x: x.roll(1, 1), lambda x: x[:, :, :1].expand_as(x)])
+def test_any_change_of_the_heads_input_is_refused(change):
+    lm = build_family("llama")
+    lm.lm_head.register_forward_pre_hook(lambda module, args: (change(args[0]),))
+    with pytest.raises(KvrlError, match="llama changes the trunk's hidden states before its head"):
+        check_head(lm)
+
+
+class Wrapper(nn.Module):
+    """What PEFT looks like from outside, with something of its own around the model."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.config = inner, inner.config
+
+    def get_base_model(self):
+        return self.inner
+
+    def forward(self, input_ids, **kwargs):
+        return self.inner(input_ids=(input_ids + 1) % 97, **kwargs)
+
+
+def test_what_a_wrapper_does_around_the_model_is_refused():
+    with pytest.raises(KvrlError, match="Wrapper acts outside the llama model that it wraps"):
+        check_head(Wrapper(build_family("llama")))
+
+
+class FunctionalDropout(nn.Module):
+    def forward(self, x):
+        return F.dropout(x, 0.3, self.training)
+
+
+def functional(lm):
+    lm.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), FunctionalDropout())
+
+
+def hooked(name, change):
+    return lambda lm: lm.get_submodule(name).register_forward_hook(
+        lambda module, args, out: change(out) if module.training else None
+    )
+
+
+NOISE = {
+    "functional dropout": (functional, "model.layers.1.mlp.act_fn.1"),
+    "neftune": (hooked("model.embed_tokens", lambda x: x + 0.1 * torch.randn_like(x)), "model.embed_tokens"),
+    "on the head": (hooked("lm_head", lambda x: x + 0.1 * torch.randn_like(x)), "lm_head"),
+    "rare": (hooked("model.layers.0.mlp", lambda x: x * (1 + (torch.rand(()) < 0.7))), "model.layers.0.mlp"),
+    "no noise, but training alone": (hooked("model.norm", lambda x: x * 1.01), "model.norm"),
+}
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_noise_of_training_mode_is_refused_by_name(name):
+    lm = build_family("llama")
+    plant, where = NOISE[name]
+    plant(lm)
+    lm.model.layers[1].eval()
+    lm.model.layers[1].mlp.act_fn.train()
+    torch.manual_seed(0)
+    state, modes = torch.get_rng_state(), [m.training for m in lm.modules()]
+    with pytest.raises(KvrlError, match=f"model: {where} gives other values in training mode"):
+        check_head(lm)
+    assert torch.equal(torch.get_rng_state(), state) and [m.training for m in lm.modules()] == modes
+
+
+def test_numbers_drawn_and_not_used_are_no_noise():
+    lm = build_family("llama")
+    hooked("model.norm", lambda x: x + 0.0 * torch.rand(()))(lm)
+    state = torch.get_rng_state()
+    check_head(lm)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_noise_of_an_adapter_that_starts_at_zero_is_refused():
+    """PVeRA draws its directions; before the first update nothing shows."""
+    lm = get_peft_model(build_family("llama"), PveraConfig(r=4, target_modules=["q_proj"]))
+    before = {name: p.detach().clone() for name, p in lm.named_parameters()}
+    with pytest.raises(KvrlError, match=r"layers\.0\.self_attn\.q_proj gives other values in training mode"):
+        check_head(lm)
+    assert all(torch.equal(p, before[name]) for name, p in lm.named_parameters())
+
+
+def test_checking_does_not_disturb_a_graph():
+    """Adapters at zero are moved for the check and back; a backward pass that waits must not mind."""
+    lm = get_peft_model(copy.deepcopy(model("llama")), LoraConfig(r=2, target_modules=["q_proj"]))
+    lm.eval()
+    loss = lm(input_ids=torch.tensor(make_prompts([9]))).logits.square().mean()
+    check_head(lm)
+    assert not lm.training
+    loss.backward()
+    grads = {name: p.grad for name, p in lm.named_parameters() if p.grad is not None}
+    assert any(bool(g.any()) for name, g in grads.items() if "lora_B" in name)
+    assert not any(bool(g.any()) for name, g in grads.items() if "lora_A" in name)  # B is zero again

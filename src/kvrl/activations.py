@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from kvrl.attention.replay import Backend, ReplayContext
 from kvrl.attention.probe import ModelSpec
+from kvrl.attention.replay import Backend, ReplayContext
 from kvrl.cache.trace import KVTrace, num_events
 from kvrl.head import decoder
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +14,9 @@ from torch.func import functional_call
 from kvrl.attention.probe import causal_lm, text_config
 from kvrl.errors import KvrlError
 from kvrl.native.head import PackedHead, packable
+
+CHECKED = 8  # tokens of `check_head`
+TRIES = 8  # looks for noise in a model that draws random numbers in training mode
 
 
 def decoder(model: nn.Module) -> nn.Module:
@@ -52,12 +58,13 @@ class Head:
         }
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [..., E] -> fp32 logits [..., V] (float64 stays)."""
-        if self._packed is not None:
+        """hidden [..., E] -> fp32 logits [..., V] (float64 stays), under autocast too."""
+        if self._packed is not None and hidden.dtype == torch.bfloat16:
             return self.finish(self._packed(hidden))
         hidden = hidden if hidden.dtype == torch.float64 else hidden.float()
         weights = self._weights if self._weights is not None else self._cast()
-        return self.finish(functional_call(self.module, weights, (hidden,)))
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.finish(functional_call(self.module, weights, (hidden,)))
 
     def finish(self, logits: Tensor) -> Tensor:
         """What the family does to the product: Cohere multiplies, Granite divides, Gemma soft-caps."""
@@ -75,30 +82,147 @@ def restrict(logits: Tensor, support: Tensor | None) -> Tensor:
     return logits.gather(-1, support.clamp(min=0)).masked_fill(support < 0, float("-inf"))
 
 
+class _Stock(NamedTuple):
+    """What the model's own forward did at its head."""
+
+    hidden: Tensor
+    product: Tensor
+    known: Tensor
+    """What took the product's place."""
+    logits: Tensor
+
+
 @torch.no_grad()
 def check_head(model: nn.Module) -> None:
-    """Raise KvrlError unless `Head.finish` is what the model does to its head's output.
+    """Raise KvrlError unless the trunk's hidden states under `Head` are what the model computes, in every mode.
 
-    The stock forward runs on one token with the product replaced by known numbers up to +-100, where an
-    ignored soft-cap or scale cannot hide.
+    The stock forward runs on a few tokens: the trunk alone must give the head's input to the bit (no layer between
+    them, nothing that a wrapper adds), and training mode what evaluation mode gives (no noise). The head's product is
+    replaced by known numbers up to +-100, where an ignored soft-cap or scale cannot hide.
     """
-    head, seen = Head(model), []
+    head, kind = Head(model), text_config(model).model_type
+    ids = torch.arange(CHECKED)[None] % text_config(model).vocab_size
+    ids = ids.to(next(model.parameters()).device)
+    with _as_found(model), torch.compiler.set_stance("force_eager"):
+        model.eval()
+        stock = _stock(model, head.module, ids, kind)
+        inside = decoder(model)(input_ids=ids, use_cache=False).last_hidden_state
+        if not _same(inside, stock.hidden):
+            raise KvrlError(_what_differs(model, head.module, ids, inside, kind))
+        for _ in range(TRIES):
+            before = _random_state(ids.device)
+            model.train()
+            trained = _stock(model, head.module, ids, kind)
+            if not (_same(trained.hidden, stock.hidden) and _same(trained.product, stock.product)):
+                raise KvrlError(
+                    f"model: {_first_noise(model, ids)} gives other values in training mode than in evaluation mode; "
+                    "the sampler runs in evaluation mode: take out its dropout or other noise"
+                )
+            if torch.equal(before, _random_state(ids.device)):
+                break  # no random number was drawn: one look is enough
+    expected = head.finish(stock.known.to(stock.logits.dtype))
+    if not torch.allclose(stock.logits, expected, rtol=2e-2 if stock.logits.dtype == torch.bfloat16 else 1e-5):
+        raise KvrlError(_unknown_logits(kind))
+
+
+def _stock(model: nn.Module, head: nn.Module, ids: Tensor, kind: str) -> _Stock:
+    """The model's own forward with the head's product replaced. Raises KvrlError if the head is not called once."""
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def replace(module: nn.Module, args: Any, product: Tensor) -> Tensor:
-        known = torch.linspace(-100.0, 100.0, product.shape[-1], device=product.device)
-        seen.append(known.expand(product.shape))
-        return seen[-1].to(product.dtype)
+        known = torch.linspace(-100.0, 100.0, product.shape[-1], device=product.device).expand(product.shape)
+        seen.append((args[0], product, known))
+        return known.to(product.dtype)
 
-    device = next(model.parameters()).device
-    handle = head.module.register_forward_hook(replace)
+    handle = head.register_forward_hook(replace)
     try:
-        ids = torch.zeros(1, 1, dtype=torch.long, device=device)
         logits = model(input_ids=ids, use_cache=False).logits
     finally:
         handle.remove()
-    expected = head.finish(seen[0].to(logits.dtype)) if seen else logits
-    if len(seen) != 1 or not torch.allclose(logits, expected, rtol=2e-2 if logits.dtype == torch.bfloat16 else 1e-5):
-        raise KvrlError(
-            f"model: {text_config(model).model_type} changes its logits after the head in a way that kvrl does not "
-            "know; its log-probs would be wrong, so it is refused (kvrl/head.py lists the known ways)"
-        )
+    if len(seen) != 1:
+        raise KvrlError(_unknown_logits(kind))
+    return _Stock(*seen[0], logits)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """Equal to the bit; what is not a number (broken weights, found while sampling) is the same as itself."""
+    return a.shape == b.shape and torch.allclose(a.to(b), b, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+def _unknown_logits(kind: str) -> str:
+    return (
+        f"model: {kind} changes its logits after the head in a way that kvrl does not know; its log-probs would be "
+        "wrong, so it is refused (kvrl/head.py lists the known ways)"
+    )
+
+
+def _what_differs(model: nn.Module, head: nn.Module, ids: Tensor, inside: Tensor, kind: str) -> str:
+    """The reason why the head's input is not the trunk's output: the wrapper's doing, or the model's."""
+    lm = causal_lm(model)
+    if lm is not model:
+        alone = _stock(lm, head, ids, kind).hidden
+        if _same(inside, alone):
+            return (
+                f"model: {type(model).__name__} acts outside the {kind} model that it wraps, where kvrl does not run; "
+                "use adapters of the model's own layers, such as LoRA"
+            )
+    return (
+        f"model: {kind} changes the trunk's hidden states before its head, which kvrl does not do; its log-probs would "
+        "be wrong, so it is refused: use a model whose head is one product (docs/models.md)"
+    )
+
+
+@contextlib.contextmanager
+def _as_found(model: nn.Module) -> Iterator[None]:
+    """Inside, adapters that start at zero act; after, modes, weights and the global random state are as before."""
+    modes = {module: module.training for module in model.modules()}
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    # By .data: autograd need not know, as each is back before anyone differentiates
+    zeros = [p.data for p in model.parameters() if hasattr(model, "peft_config") and p.requires_grad and not p.any()]
+    try:
+        for p in zeros:
+            p.fill_(0.01)
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        for p in zeros:
+            p.zero_()
+        for module, training in modes.items():
+            module.training = training
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """The states of the random generators that a forward on the device may draw from."""
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return torch.cat(states)
+
+
+def _first_noise(model: nn.Module, ids: Tensor) -> str:
+    """The innermost module whose output differs first between the modes, by name; the model's if chance hides it."""
+
+    def outputs() -> dict[str, Tensor]:
+        seen: dict[str, Tensor] = {}
+
+        def keep(name: str, module: nn.Module, args: Any, out: Any) -> None:
+            first = out[0] if isinstance(out, tuple) else out
+            if isinstance(first, Tensor):
+                seen[name] = first
+
+        handles = [m.register_forward_hook(partial(keep, name)) for name, m in model.named_modules() if name]
+        try:
+            model(input_ids=ids, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return seen
+
+    model.eval()
+    quiet = outputs()
+    for _ in range(TRIES):
+        model.train()
+        for name, out in outputs().items():
+            if not _same(out, quiet[name]):
+                return name
+    return type(model).__name__

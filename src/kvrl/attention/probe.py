@@ -7,11 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from kvrl.attention import seam
-from kvrl.attention.kernels import attend
-from kvrl.attention.seam import AttentionCall
+from kvrl.attention.seam import AttentionCall, DeferredMask
 from kvrl.errors import KvrlError
+
+# PEFT's kinds with a forward of their own around the model's (AdaLoRA's only adds to a loss that kvrl does not ask for)
+_OUTSIDE = frozenset({"POLY", "SHADOW", "XLORA"})
 
 
 @dataclass(frozen=True)
@@ -30,14 +33,14 @@ class ModelSpec:
 
 
 class _Recorder:
-    """A context that records each layer's call and attends causally within its window."""
+    """A context that records each layer's call; nothing that the probe asks depends on what attention returns."""
 
     def __init__(self) -> None:
         self.calls: list[AttentionCall] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
         self.calls.append(call)
-        return attend(call.q, call.k, call.v, None, **call.kernel())
+        return call.q.new_zeros(*call.q.shape[:3], call.v.shape[3])
 
 
 def causal_lm(model: Any) -> Any:
@@ -57,8 +60,8 @@ def prepare(model: nn.Module) -> nn.Module:
     """
     config = text_config(model)
     _refuse(model, config)
+    seam.register()  # each time: a model that was pickled with its name set comes into a new process
     if config._attn_implementation != seam.NAME:
-        seam.register()
         causal_lm(model).set_attn_implementation(seam.NAME)
     return model
 
@@ -86,9 +89,36 @@ def _refuse(model: nn.Module, config) -> None:
             )
     find_routers(model)
     for name, module in model.named_modules():
-        if isinstance(module, nn.Dropout) and module.p > 0:
+        if isinstance(module, _DropoutNd) and module.p > 0:
             raise KvrlError(
                 f"dropout: {module.p} in {name} adds noise in training that the sampler did not have; set it to 0"
+            )
+    for name, adapter in getattr(model, "peft_config", {}).items():
+        _refuse_adapter(name, adapter)
+
+
+def _refuse_adapter(name: str, config: Any) -> None:
+    """Refuse what PEFT does outside the layers of the model that kvrl runs, and its train-mode noise."""
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    if config.is_prompt_learning:
+        raise KvrlError(
+            f"adapter {name}: {kind} puts learned entries before the prompt, outside the model that kvrl runs; use an "
+            "adapter of its layers, such as LoRA"
+        )
+    if kind in _OUTSIDE:
+        raise KvrlError(
+            f"adapter {name}: {kind} acts in the wrapper's own forward, outside the model that kvrl runs; use an "
+            "adapter of its layers, such as LoRA"
+        )
+    if getattr(config, "alora_invocation_tokens", None):
+        raise KvrlError(
+            f"adapter {name}: alora_invocation_tokens {config.alora_invocation_tokens} switch it on within a sequence, "
+            "outside the model that kvrl runs; use plain LoRA"
+        )
+    for field, value in vars(config).items():
+        if "dropout" in field and isinstance(value, int | float) and value > 0:
+            raise KvrlError(
+                f"adapter {name}: {field} {value} adds noise in training that the sampler did not have; set it to 0"
             )
 
 
@@ -125,6 +155,7 @@ def probe(model: nn.Module) -> ModelSpec:
     shapes = {(c.q.shape[1], c.k.shape[1], c.q.shape[3], c.k.shape[3], c.v.shape[3]) for c in calls}
     if len(shapes) > 1 or len({shape[2:] for shape in shapes}.pop()) != 3 or len(set(next(iter(shapes))[2:])) > 1:
         raise KvrlError(f"model: {config.model_type} has layers or values of different widths {sorted(shapes)}")
+    _check_masks(config, calls)
     scales = {(c.scaling, c.softcap) for c in calls}
     if len(scales) > 1:
         raise KvrlError(f"model: {config.model_type} scales attention differently from layer to layer: {scales}")
@@ -140,6 +171,35 @@ def probe(model: nn.Module) -> ModelSpec:
         windows=tuple(c.window for c in calls),
         max_length=rope_limit(config),
     )
+
+
+def _check_masks(config, calls: list[AttentionCall]) -> None:
+    """Raise KvrlError unless each layer masks what its call says: k <= q, within the window passed by keyword.
+
+    Rows of the mask itself are read at the start, around the window's edge and as far as the model was made for,
+    where no narrower window, chunk or block can hide.
+    """
+    for mask, window in {(call.mask, call.window): None for call in calls}:
+        if mask is None:
+            continue  # no mask at all is causal attention
+        if not isinstance(mask, DeferredMask):
+            raise KvrlError(
+                f"model: {config.model_type} makes its attention masks itself, where kvrl cannot see what they hide; "
+                "use a model of a supported family (docs/models.md)"
+            )
+        longest = getattr(config, "max_position_embeddings", None) or 0
+        longest = min(max(longest, 4 * (window or 0), 4096), 1 << 20)
+        edge = [] if window is None else [window - 1, window, window + 1]
+        for q in (0, 1, *edge, longest // 2, longest - 1):
+            k = torch.arange(q + 64)
+            expected = (k <= q) if window is None else (k <= q) & (k > q - window)
+            sees = mask.row(q, len(k)).cpu()
+            if not torch.equal(sees, expected):
+                raise KvrlError(
+                    f"model: {config.model_type} masks attention in a way that its calls do not name (token {q} sees "
+                    f"{int(sees.sum())} tokens, not {int(expected.sum())}): a window, chunks or both directions that "
+                    "exist in the mask alone; switch them off in the config or use another family (docs/models.md)"
+                )
 
 
 def rope_limit(config) -> int | None:

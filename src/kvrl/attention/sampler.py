@@ -33,6 +33,7 @@ class DecodeContext:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention of one token a slot: q [S, Hq, 1, D] -> [S, Hq, 1, D]."""
+        call = call.to(self.slots.k.dtype)
         ring = self.slots.rings.get(call.layer)
         if ring is not None:
             if self.native:
@@ -50,7 +51,8 @@ class DecodeContext:
             v[self.rows, :, self.slots_at] = call.v[:, :, 0]
             out = attend(call.q, k, v, self._visible(call, position), **call.kernel())
         if self.slots.state.shape[3]:
-            self.slots.observe_decode(i, call, self._visible(call, position))
+            with torch.autocast(call.q.device.type, enabled=False):  # scores are fp32
+                self.slots.observe_decode(i, call, self._visible(call, position))
         if self.slots.queries.shape[3]:
             self.slots.keep_queries(i, call, self.rows, self.tokens)
         return out
@@ -87,6 +89,7 @@ class PrefillContext:
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attention of the chunk over the survivors and causally over itself: q [1, Hq, m, D] -> the same."""
+        call = call.to(self.slots.k.dtype)
         ring = self.slots.rings.get(call.layer)
         if ring is not None:
             return ring.prefill(call, self.row, self.start)
@@ -99,5 +102,6 @@ class PrefillContext:
             position = self.slots.position[i, self.row, :, None, :end]  # [Hkv, 1, held + m]
             visible = visible & (position > self.query_position[:, None] - call.window)[None]
         out = attend(call.q, k[None], v[None], visible, **call.kernel())
-        self.slots.observe_prefill(i, call, self.row, self.query_position, visible)
+        with torch.autocast(call.q.device.type, enabled=False):
+            self.slots.observe_prefill(i, call, self.row, self.query_position, visible)
         return out

@@ -113,7 +113,8 @@ class Compactor:
             in_prompt=in_prompt,
             native=self.native,
         )
-        return self.policy.score(entries).view(*shape, s.spec.kv_heads, -1)
+        with torch.autocast(k.device.type, enabled=False):  # scores are fp32
+            return self.policy.score(entries).view(*shape, s.spec.kv_heads, -1)
 
     def _expired(self, position: Tensor, tokens: Tensor) -> Tensor:
         """Entries that the layer's own sliding window no longer shows to the next query: they go first."""
