@@ -47,14 +47,15 @@ def slots_within(model: nn.Module, cache: CacheConfig, kv_bytes: int, max_tokens
 
 
 def decode_speed(
-    model: nn.Module, machine: Machine, cache: CacheConfig, *, slots: int, context: int, steps: int, seed: int = 0
-) -> DecodeSpeed:
+    model: nn.Module, machine: Machine, cache: CacheConfig, *, slots: int, context: int, steps: int, seed: int = 0,
+    cuda_graphs: bool = False,
+) -> DecodeSpeed:  # fmt: skip
     """Measure `steps` decode steps of `slots` completions after one shared prompt of `context` tokens.
 
     steps: at least the buffer, or the mean leaves compactions out.
     """
     sampling = SamplingConfig(max_completion_length=steps + 2, num_generations=slots, eos_token_ids=[])
-    engine = Engine(model, cache, sampling, num_slots=slots, max_prompt_length=context)
+    engine = Engine(model, cache, sampling, num_slots=slots, max_prompt_length=context, cuda_graphs=cuda_graphs)
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(10, text_config(model).vocab_size, (context,), generator=generator).tolist()
     times: list[float] = []
