@@ -133,6 +133,8 @@ def supervise(config: Config, model: Any, tokenizer: Any, task: Task, say: Say) 
 
 def make_start(config: Config, folder: Path, say: Say) -> None:
     """Warm-start a model and write its folder: what several runs can start from."""
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
     torch.manual_seed(config.seed)
     task = get_task(config.task.name, **config.task.params)
     model, tokenizer = load_policy(config, task, None)
