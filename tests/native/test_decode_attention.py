@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -173,6 +174,25 @@ def test_what_cannot_be_compiled_says_why(monkeypatch, tmp_path):
     monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "--no-such-flag"))
     build.load.cache_clear()
     with pytest.warns(UserWarning, match="g.. failed: .*no-such-flag"):
+        assert build.load("decode_attention") is None
+    assert not list(build.cache_dir().glob("*.so"))
+    build.load.cache_clear()
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="needs gcc")
+def test_a_c_compiler_in_the_environment_will_do(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CXX", "gcc")
+    build.load.cache_clear()
+    assert build.load("compaction") is not None and build.load("decode_attention") is not None
+    build.load.cache_clear()
+
+
+def test_what_cannot_be_loaded_is_not_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-c"))  # an object file and no library
+    build.load.cache_clear()
+    with pytest.warns(UserWarning, match="cannot be loaded"):
         assert build.load("decode_attention") is None
     assert not list(build.cache_dir().glob("*.so"))
     build.load.cache_clear()

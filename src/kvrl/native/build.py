@@ -18,6 +18,7 @@ FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast", "-fopenmp",
     "-shared", "-fPIC",
 )  # fmt: skip
+LIBRARIES = ("-lstdc++",)  # which a C compiler in CXX does not add
 
 
 @functools.cache
@@ -33,9 +34,15 @@ def load(name: str) -> ctypes.CDLL | None:
         library.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             built = Path(folder) / library.name
-            done = subprocess.run([compiler, *FLAGS, str(source), "-o", str(built)], capture_output=True, text=True)
+            command = [compiler, *FLAGS, str(source), "-o", str(built), *LIBRARIES]
+            done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
                 _warn(f"{compiler} failed: {(done.stderr.strip().splitlines() or ['no message'])[0]}")
+                return None
+            try:
+                ctypes.CDLL(str(built))
+            except OSError as error:
+                _warn(f"what {compiler} made cannot be loaded: {error}")
                 return None
             built.replace(library)  # by one rename, as another process may be at it too
     return ctypes.CDLL(str(library))
@@ -53,7 +60,13 @@ def _key(source: Path, compiler: str) -> str:
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
     )
     header = source.with_name("vectors.h")
-    parts = (source.read_text(), header.read_text(), " ".join(FLAGS), version, " ".join(sorted(cpu.split())))
+    parts = (
+        source.read_text(),
+        header.read_text(),
+        " ".join(FLAGS + LIBRARIES),
+        version,
+        " ".join(sorted(cpu.split())),
+    )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
