@@ -28,6 +28,7 @@ from kvrl.attention.probe import ModelSpec
 from kvrl.attention.replay import Backend, ReplayContext
 from kvrl.cache.trace import KVTrace, num_events
 from kvrl.head import decoder
+from kvrl.models.meta import meta_forward
 
 
 @dataclass(frozen=True)
@@ -49,7 +50,7 @@ def saved_bytes(model: nn.Module, length: int, trace: KVTrace | None, backend: B
     replay = sum(t.nbytes for t in (survivors, context.evicted_at) if t is not None)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     positions = torch.arange(length, device="meta")[None]
-    with SavedTensors(model) as count, _FusedAttention():
+    with SavedTensors(model) as count, _FusedAttention(), meta_forward():
         # The mask is never built; without one transformers reads the positions' values, and meta has none
         decoder(model)(
             input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=positions, use_cache=False, kv=context

@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from kvrl.attention import seam
 from kvrl.attention.seam import AttentionCall, DeferredMask
 from kvrl.errors import KvrlError
+from kvrl.models.meta import meta_forward
 
 # PEFT's kinds with a forward of their own around the model's (AdaLoRA's only adds to a loss that kvrl does not ask for)
 _OUTSIDE = frozenset({"POLY", "SHADOW", "XLORA"})
@@ -141,10 +142,11 @@ def probe(model: nn.Module) -> ModelSpec:
     device = next(model.parameters()).device
     ids = torch.zeros(1, 2, dtype=torch.long, device=device)
     # The mask is never built; without one transformers reads the positions' values, and a meta model has none
-    model(
-        input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(2, device=device)[None],
-        use_cache=False, kv=recorder,
-    )  # fmt: skip
+    with meta_forward():
+        model(
+            input_ids=ids, attention_mask=torch.ones_like(ids), position_ids=torch.arange(2, device=device)[None],
+            use_cache=False, kv=recorder,
+        )  # fmt: skip
     config = text_config(model)
     layers, calls = config.num_hidden_layers, recorder.calls
     if [call.layer for call in calls] != list(range(layers)):
