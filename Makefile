@@ -3,6 +3,9 @@ PYTHON ?= python3
 JOBS ?= 2
 # One arithmetic thread for each test worker: more only fight for the same cores.
 TEST_THREADS ?= 1
+# What pip installs where there is no NVIDIA GPU. On Linux the package of this name is the CUDA build (over 500 MB, and
+# its nvidia packages): PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS lead pip to PyTorch's CPU builds, `make TORCH=FILE.whl` to a file.
+TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvrl-setup
@@ -11,17 +14,21 @@ STAMP := $(VENV)/.kvrl-setup
 
 setup: $(STAMP)
 
-# Without an NVIDIA GPU this torch release has a CPU build for Linux; the plain one brings gigabytes of CUDA.
 $(STAMP): pyproject.toml Makefile
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	command -v nvidia-smi >/dev/null 2>&1 || $(BIN)/python -m pip install --quiet torch==2.13.0
-	$(BIN)/python -m pip install --quiet -e '.[dev]'
-	touch $(STAMP)
+	@test -x $(BIN)/python || { echo "set-up: making $(VENV)"; $(PYTHON) -m venv $(VENV); }
+	@command -v nvidia-smi >/dev/null 2>&1 || { echo "set-up: installing $(TORCH) (minutes, if it is downloaded)"; \
+		$(BIN)/python -m pip install --quiet '$(TORCH)'; }
+	@echo "set-up: installing kvrl and what it needs (minutes)"
+	@$(BIN)/python -m pip install --quiet -e '.[dev]'
+	@touch $(STAMP)
+	@echo "set-up: done. The command is $(BIN)/kvrl; after '. $(BIN)/activate' it is kvrl"
 
 train: setup
+	@echo "train: the warm start comes first (one to two minutes), then 60 steps"
 	$(BIN)/kvrl train examples/quickstart/config.yaml
 
 test: setup
+	@echo "test: about 4 minutes on 2 idle cores"
 	OMP_NUM_THREADS=$(TEST_THREADS) $(BIN)/python -m pytest -n $(JOBS)
 
 lint: setup

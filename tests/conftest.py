@@ -1,7 +1,13 @@
 """One arithmetic thread: the tests compare bits, and the models are far too small for two."""
 
-import pytest
-import torch
+import os
+import tempfile
+
+_CACHE = tempfile.TemporaryDirectory(prefix="kvrl-tests-", ignore_cleanup_errors=True)
+os.environ["HF_DATASETS_CACHE"] = _CACHE.name  # read when datasets is imported; the user's cache stays as it is
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from types import ModuleType, SimpleNamespace
 
 import pytest
 
+import kvrl
 from kvrl import cli
 from kvrl.cli import main, parse_budgets, split_overrides
 from kvrl.errors import KvrlError
@@ -62,6 +64,57 @@ def test_eval_and_parity_flags(calls):
     assert main(["parity", "--dtype", "bfloat16", "--json"]) == 0
     args = calls.run_parity
     assert (args.model, args.policy, args.dtype, args.json) == ("tiny", "all", "bfloat16", True)
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0 and capsys.readouterr().out == f"kvrl {kvrl.__version__}\n"
+
+
+@pytest.mark.parametrize(("flag", "value", "meant"), [
+    ("--seed", "3", "did you mean --seeds NUMBER or --first_seed SEED?"),
+    ("--method", "naive", "did you mean --methods NAME,NAME?"),
+    ("--overwrite_output_dir", "true", "did you mean --output_dir FOLDER?"),
+])  # fmt: skip
+def test_compare_refuses_what_its_grid_sets(calls, capsys, flag, value, meant):
+    assert meant in mistake(capsys, "compare", "c.yaml", flag, value)
+    assert not hasattr(calls, "run_compare")
+
+
+def test_help_shows_defaults(capsys):
+    with pytest.raises(SystemExit):
+        main(["eval", "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("(default: the run's, else 128)", "(default: the run's, else 256)", "(default full)", "(default 0)"):
+        assert part in text
+
+
+def test_a_warning_of_kvrls_own_is_one_line(calls, monkeypatch, capsys):
+    def warn(args):
+        warnings.warn_explicit("a\n  b", UserWarning, cli.__file__, 7)
+        warnings.warn_explicit("c", UserWarning, "/elsewhere.py", 7)
+
+    monkeypatch.setattr(cli, "_policies", warn)
+    assert main(["policies"]) == 0
+    assert capsys.readouterr().err == "kvrl: warning: a b\n/elsewhere.py:7: UserWarning: c\n"
+
+
+def test_messages_name_the_flag_that_was_typed(capsys):
+    assert "--policy: 'rkvv' is not one of" in mistake(capsys, "eval", "m", "--task", "recurrence", "--policy", "rkvv")
+    message = mistake(capsys, "eval", "m", "--task", "recurrence", "--budgets", "9")
+    assert message.startswith("--budgets: 9 is below the") and "raise --budgets to" in message
+    assert mistake(capsys, "eval", "m", "--task", "recurence").startswith("--task: recurence is not one of")
+    params = ["--task_params", "{steps: 3}"]
+    assert "--task_params.steps: task" in mistake(capsys, "eval", "m", "--task", "recurrence", *params)
+    tiny = mistake(capsys, "eval", "tiny", "--task", "recurrence")
+    assert tiny.startswith("MODEL: tiny is made anew") and "not one of" not in tiny
+    assert mistake(capsys, "parity", "--model", "nowhere").startswith("--model: 'nowhere' is no folder")
+
+
+def test_hub_models_need_no_fetch(capsys):
+    message = mistake(capsys, "fetch", "Qwen/Qwen3-0.6B")
+    assert "hub models need no fetch: use the id as model.path" in message
 
 
 def test_wrong_flags(capsys):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from kvrl.eval.study import Runner, Study
 from kvrl.rewards import REWARDS
 from kvrl.tasks import get_task
 from kvrl.train.config import Config, load_config
+from kvrl.train.config_file import read_config
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FILES = [file for file in sorted(EXAMPLES.glob("*/*.yaml")) if file.parent.name != "results"]  # suites, not runs
@@ -30,6 +34,22 @@ def test_an_example_is_valid(file):
 def test_an_example_states_its_hardware(file):
     readme = (file.parent / "README.md").read_text()
     assert file.name in readme and "hardware" in readme.lower()
+
+
+def test_the_study_that_is_explained_is_valid(tmp_path):
+    text = re.search(r"```yaml\n(.*?)```", (EXAMPLES / "results" / "README.md").read_text(), re.DOTALL)
+    assert text is not None
+    base = EXAMPLES / "quickstart" / "config.yaml"
+    (tmp_path / "study.yaml").write_text(text[1].replace("../quickstart/config.yaml", str(base)))
+    study = read_config(Study, tmp_path / "study.yaml")
+    Runner(study, tmp_path / "study.yaml", tmp_path, 1, Console()).check()
+
+
+def test_every_study_is_valid_and_named():
+    readme = (EXAMPLES / "results" / "README.md").read_text()
+    for file in EXAMPLES.glob("results/*.yaml"):
+        Runner(read_config(Study, file), file, EXAMPLES / "results", 1, Console()).check()
+        assert file.name in readme
 
 
 def test_sparse_rl_has_the_papers_settings():

@@ -7,10 +7,15 @@ interrupted. Each subcommand imports what it needs when it runs.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import re
 import sys
-from collections.abc import Sequence
-from typing import Literal, NoReturn
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NoReturn, TextIO
 
+from kvrl import __version__
 from kvrl.errors import KvrlError
 
 METHODS = ("dense", "naive", "corrected", "sparse_rl", "shadow_mask")
@@ -19,6 +24,11 @@ DTYPES = ("float32", "bfloat16")
 # What is not a field of the configuration
 TRAIN_FLAGS = {"--help"}
 COMPARE_FLAGS = {"--help", "--methods", "--seeds", "--first_seed", "--json"}
+COMPARE_GRID = {
+    "seed": "--seeds NUMBER or --first_seed SEED",
+    "method": "--methods NAME,NAME",
+    "overwrite_output_dir": "--output_dir FOLDER",
+}
 PLAN_FLAGS = {"--help", "--memory", "--prompt_length", "--json"}
 
 
@@ -29,12 +39,31 @@ class _Parser(argparse.ArgumentParser):
         raise KvrlError(f"{message}; see `{self.prog} --help`")
 
 
+class _Help(argparse.HelpFormatter):
+    """Each flag with its default, where it has one and its text does not say it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        text, default = action.help or "", action.default
+        if not action.option_strings or default is None or isinstance(default, bool | dict) or "default" in text:
+            return text
+        if default == argparse.SUPPRESS:
+            return text
+        shown = ",".join(map(str, default)) if isinstance(default, list) else default
+        return f"{text} (default {shown})".strip()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         args = _parse(arguments)
-        code = args.run(args)
+        if args.command != "policies":
+            from kvrl.quiet import quiet_models
+
+            quiet_models()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            code = args.run(args)
     except KvrlError as error:
         print(f"kvrl: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
@@ -44,9 +73,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code or 0
 
 
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """A warning of kvrl's own is a line without file and code; others stay as Python writes them."""
+    own = Path(filename).is_relative_to(Path(__file__).parent)
+    text = f"kvrl: warning: {' '.join(str(message).split())}\n"
+    (file or sys.stderr).write(text if own else warnings.formatwarning(message, category, filename, lineno, line))
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all subcommands; the parsed `run` attribute is the subcommand's function."""
     parser = _Parser(prog="kvrl", description="Reinforcement learning with rollouts in a fixed KV-cache budget.")
+    parser.add_argument("--version", action="version", version=f"kvrl {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command", required=True)
     _add_train(commands)
     _add_eval(commands)
@@ -70,7 +114,17 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     rest, overrides = split_overrides(arguments, own)
     args = parser.parse_args(rest)
     args.overrides = overrides
+    if args.command == "compare":
+        _refuse_grid(overrides)
     return args
+
+
+def _refuse_grid(overrides: list[tuple[str, str]]) -> None:
+    """Raise KvrlError for a field that the grid itself sets."""
+    for name, value in overrides:
+        if name in COMPARE_GRID:
+            raise KvrlError(f"--{name}: {value} would be overridden, as compare sets {name} for each run; did you mean "
+                            f"{COMPARE_GRID[name]}?")  # fmt: skip
 
 
 def split_overrides(arguments: Sequence[str], own: set[str]) -> tuple[list[str], list[tuple[str, str]]]:
@@ -93,7 +147,7 @@ def split_overrides(arguments: Sequence[str], own: set[str]) -> tuple[list[str],
 
 
 def _command(commands: argparse._SubParsersAction, name: str, run, text: str) -> argparse.ArgumentParser:
-    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    parser = commands.add_parser(name, help=text, description=text, allow_abbrev=False, formatter_class=_Help)
     parser.set_defaults(run=run)
     return parser
 
@@ -105,20 +159,28 @@ def _add_train(commands: argparse._SubParsersAction) -> None:
 
 
 def _add_eval(commands: argparse._SubParsersAction) -> None:
-    parser = _command(commands, "eval", _eval, "accuracy and KV bytes of a model under several cache budgets")
+    parser = _command(
+        commands, "eval", _eval,
+        "accuracy and KV bytes of a model under several cache budgets. The model of a run (runs/NAME/model) is "
+        "evaluated with the run's task, cache and sampling, where no flag says otherwise",
+    )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help="a model folder, a fetched name, or a hub name")
-    what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--task", help="a name of the task registry")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--task", help="a name of the task registry (default: the run's)")
     what.add_argument("--benchmark", help="math7: seven sets of mathematics, accuracy of each and their mean")
     parser.add_argument("--data_dir", default=None, help="the benchmark's files (default: the hub)")
-    parser.add_argument("--task_params", type=_yaml_mapping, default={}, metavar="YAML", help="e.g. '{max_steps: 20}'")
+    text = "e.g. '{max_steps: 20}' (default: the run's, if it has the same task)"
+    parser.add_argument("--task_params", type=_yaml_mapping, default=None, metavar="YAML", help=text)
     parser.add_argument("--budgets", type=parse_budgets, default=["full"], help="e.g. 24,32,48,full")
-    _add_cache_flags(parser, policy="rkv")
-    parser.add_argument("--n", type=_positive, default=None, help="held-out problems (256), or most of each set (all)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy")
-    parser.add_argument("--max_completion_length", type=_positive, default=256)
-    parser.add_argument("--slots", type=_positive, default=None, help="sequences decoded at once")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    _add_cache_flags(parser, policy=None, of_run="the run's, else ")
+    text = "held-out problems (default 256), or most of each set of a benchmark (default all)"
+    parser.add_argument("--n", type=_positive, default=None, help=text)
+    parser.add_argument("--temperature", type=float, default=None, help="0 is greedy (default: the run's, else 1.0)")
+    text = "most tokens of a completion (default: the run's, else 256)"
+    parser.add_argument("--max_completion_length", type=_positive, default=None, help=text)
+    text = "sequences decoded at once (default: at most 128)"
+    parser.add_argument("--slots", type=_positive, default=None, help=text)
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model")
     _add_common(parser)
 
 
@@ -127,7 +189,7 @@ def _add_parity(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--model", default="tiny", help="tiny, tiny:FAMILY, smollm2-135m, or a model folder")
     _add_cache_flags(parser, policy="all")
     parser.add_argument("--budget", type=_positive, default=None, help="default: by model")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model")
     parser.add_argument("--prompts", type=_positive, default=None, help="default: by model")
     parser.add_argument("--max_completion_length", type=_positive, default=None, help="default: by model")
     _add_common(parser)
@@ -165,7 +227,7 @@ def _add_variance(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--lengths", type=parse_lengths, default=[64, 128, 256, 512, 1024], help="e.g. 64,128,256")
     _add_cache_flags(parser, policy="rkv")
     parser.add_argument("--budget", type=_positive, default=None, help="default: by model")
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model")
     parser.add_argument("--n", type=_positive, default=32, metavar="SAMPLES", help="sequences")
     parser.add_argument("--task", default=None, help="take the prompts from this task (for a trained model folder)")
     parser.add_argument("--task_params", type=_yaml_mapping, default={}, metavar="YAML", help="e.g. '{max_steps: 20}'")
@@ -182,15 +244,19 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
 
 
-def _add_cache_flags(parser: argparse.ArgumentParser, policy: str) -> None:
-    parser.add_argument("--policy", default=policy, help=f"see `kvrl policies` (default {policy})")
-    parser.add_argument("--buffer", type=_positive, default=None, help="entries above the budget")
-    parser.add_argument("--window", type=_natural, default=None, help="newest entries that always stay")
-    parser.add_argument("--sinks", type=_natural, default=None, help="first entries that always stay")
+def _add_cache_flags(parser: argparse.ArgumentParser, policy: str | None, of_run: str = "") -> None:
+    shown = policy or f"{of_run}rkv"
+    parser.add_argument("--policy", default=policy, help=f"see `kvrl policies` (default {shown})")
+    buffer = f"{of_run}128" if of_run else "128, and by model for tiny ones"
+    text = f"new entries between two compactions, which run when budget + buffer are held (default: {buffer})"
+    parser.add_argument("--buffer", type=_positive, default=None, help=text)
+    text = f"newest entries that always stay (default: {of_run}the policy's)"
+    parser.add_argument("--window", type=_natural, default=None, help=text)
+    parser.add_argument("--sinks", type=_natural, default=None, help=text.replace("newest", "first"))
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=_natural, default=0)
+    parser.add_argument("--seed", type=_natural, default=0, help="of the problems and of the sampling")
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
 
 
@@ -257,6 +323,27 @@ def _yaml_mapping(text: str) -> dict:
     return value
 
 
+FLAG_OF_FIELD = {
+    r"cache\.(policy|buffer|window|sinks)\b": r"--\1",
+    r"sampling\.(temperature|max_completion_length)\b": r"--\1",
+    r"task\.name\b": "--task",
+    r"task\.params\b": "--task_params",
+    r"eval\.n\b": "--n",
+}
+
+
+@contextlib.contextmanager
+def _flags_for_fields() -> Iterator[None]:
+    """Messages name the flag that the user typed, not the configuration's field that it stands for."""
+    try:
+        yield
+    except KvrlError as error:
+        text = str(error)
+        for field, flag in FLAG_OF_FIELD.items():
+            text = re.sub(rf"(?<![\w.]){field}", flag, text)
+        raise KvrlError(text) from error
+
+
 def _train(args: argparse.Namespace) -> None:
     from kvrl.train.config import load_config
 
@@ -269,13 +356,15 @@ def _train(args: argparse.Namespace) -> None:
 def _eval(args: argparse.Namespace) -> None:
     from kvrl.eval.evaluate import run_eval
 
-    run_eval(args)
+    with _flags_for_fields():
+        run_eval(args)
 
 
 def _parity(args: argparse.Namespace) -> int:
     from kvrl.eval.parity import run_parity
 
-    return run_parity(args)
+    with _flags_for_fields():
+        return run_parity(args)
 
 
 def _compare(args: argparse.Namespace) -> None:
@@ -293,7 +382,8 @@ def _study(args: argparse.Namespace) -> None:
 def _variance(args: argparse.Namespace) -> None:
     from kvrl.eval.variance import run_variance
 
-    run_variance(args)
+    with _flags_for_fields():
+        run_variance(args)
 
 
 def _plan(args: argparse.Namespace) -> None:

@@ -70,6 +70,8 @@ def logprobs(
     the model in one batch; chunk bounds the tokens whose logits exist at once.
     Raises KvrlError for a trace that does not fit its tokens or a model that cannot be replayed.
     """
+    if isinstance(rollouts, Rollout):
+        raise KvrlError("rollouts: is a single Rollout; give a list of them, as in [rollout]")
     return Scorer(model, backend=backend, chunk=chunk)(list(rollouts), view=view).logps
 
 

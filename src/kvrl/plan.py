@@ -18,6 +18,7 @@ from rich.table import Table
 from kvrl.attention.probe import find_routers, prepare, probe
 from kvrl.cache.memory import slot_width
 from kvrl.errors import KvrlError
+from kvrl.eval.report import widened
 from kvrl.footprint import Footprint
 from kvrl.models.shapes import meta_policy
 from kvrl.tasks import encode_prompt, get_task
@@ -68,7 +69,7 @@ def run_plan(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({**asdict(plan), "totals": plan.totals}, indent=2))
         return
-    console = Console(highlight=False)
+    console = widened(Console(highlight=False))
     console.print(table(plan))
     for line in lines(plan):
         console.print(line, soft_wrap=True)

@@ -79,12 +79,12 @@ def test_what_is_missing_is_told_before_a_model_is_loaded(folder, capsys):
         assert main(["eval", "nowhere", *flags]) == 2
         return capsys.readouterr().err
 
-    assert "--task --benchmark is required" in mistake()
+    assert "set --task or --benchmark" in mistake()
     assert "not allowed with argument" in mistake("--task", "recurrence", "--benchmark", "math7")
     assert "--benchmark: math8 is not one of math7" in mistake("--benchmark", "math8")
     assert "none is not a folder" in mistake("--benchmark", "math7", "--data_dir", "none")
     assert "--data_dir: is the folder of a benchmark's files" in mistake("--task", "recurrence", "--data_dir", "x")
-    assert "eval.n: 9999 is above" in mistake("--task", "recurrence", "--n", "9999")
+    assert "--n: 9999 is above" in mistake("--task", "recurrence", "--n", "9999")
     (folder / "minerva_math_test.jsonl").unlink()
     missing = mistake("--benchmark", "math7", "--data_dir", str(folder))
     assert "has no file of minerva (minerva_test.jsonl, minerva.jsonl, minerva_math_test.jsonl, minerva_math" in missing

@@ -19,7 +19,12 @@ def arguments(tmp_path: Path, methods: str = "naive,shadow_mask", **changes) -> 
     config = make_config(tmp_path / "out", **changes).model_dump(mode="json", exclude={"sampling": {"num_generations"}})
     (tmp_path / "c.yaml").write_text(yaml.safe_dump(config))
     return Namespace(
-        config=str(tmp_path / "c.yaml"), overrides=[], methods=methods.split(","), seeds=1, first_seed=0, json=True
+        config=str(tmp_path / "c.yaml"),
+        overrides=[("output_dir", str(tmp_path / "out"))],
+        methods=methods.split(","),
+        seeds=1,
+        first_seed=0,
+        json=True,
     )
 
 
@@ -34,6 +39,12 @@ def test_what_the_table_cannot_show_is_refused(tmp_path, methods, changes, messa
     with pytest.raises(KvrlError, match=message):
         compare.run_compare(arguments(tmp_path, methods, **changes))
     assert not (tmp_path / "out").exists()
+
+
+def test_the_configurations_own_folder_is_left_alone(tmp_path):
+    args = arguments(tmp_path)
+    args.overrides = []
+    assert {Path(c.output_dir).parts[:2] for c in compare.plan(args)} == {("runs", "compare")}
 
 
 def test_an_output_dir_that_is_a_file_is_refused_before_the_first_start(tmp_path):

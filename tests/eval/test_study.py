@@ -10,9 +10,10 @@ import pytest
 import yaml
 from rich.console import Console
 
+from kvrl.cli import main
 from kvrl.errors import KvrlError
 from kvrl.eval import study_report
-from kvrl.eval.study import Outcome, Runner, Study
+from kvrl.eval.study import Outcome, Runner, Study, prepare_report
 from runs import make_config
 
 
@@ -69,6 +70,36 @@ def test_what_cannot_run_is_refused_before_anything_does(tmp_path, fields, messa
     with pytest.raises(KvrlError, match=message):
         runner(tmp_path, **fields).check()
     assert not (tmp_path / "runs").exists()
+
+
+def study_error(capsys, *argv: str) -> str:
+    assert main(["study", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1
+    return error
+
+
+def test_folder_and_report_are_checked_before_anything_runs(tmp_path, monkeypatch, capsys):
+    runner(tmp_path)
+    file = tmp_path / "s.yaml"
+    file.write_text("title: t\nbase: base.yaml\nseeds: [0]\nvariants: {a: {}}\n")
+    monkeypatch.setattr(Runner, "run", lambda self: pytest.fail("ran"))
+    (tmp_path / "file").write_text("")
+    assert "--output_dir: " in study_error(capsys, str(file), "--output_dir", str(tmp_path / "file"))
+    page = tmp_path / "page.md"
+    page.write_text("no markers\n")
+    flags = ["--output_dir", str(tmp_path / "runs"), "--report"]
+    assert "has no lines <!-- study: s -->" in study_error(capsys, str(file), *flags, str(page))
+    assert "cannot be written" in study_error(capsys, str(file), *flags, str(tmp_path / "none" / "page.md"))
+    assert "is no study (it has no base and no variants)" in study_error(capsys, str(tmp_path / "base.yaml"))
+
+
+def test_a_missing_report_is_made_with_its_markers(tmp_path):
+    prepare_report(tmp_path / "new.md", ["tight", "gentle"])
+    for name in ("tight", "gentle"):
+        study_report.insert(tmp_path / "new.md", name, f"| {name} |")
+    text = (tmp_path / "new.md").read_text()
+    assert text.index("<!-- study: tight -->") < text.index("| tight |") < text.index("| gentle |")
 
 
 def test_interval_by_hand():

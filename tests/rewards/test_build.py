@@ -106,8 +106,11 @@ def test_mistakes_are_told_before_anything_runs(file: Path, entry: Any, message:
 
 def test_a_parameter_that_the_function_lacks(file: Path) -> None:
     file.write_text("def f(completions, answer):\n    return [1.0] * 2\n")
-    with pytest.raises(KvrlError, match=r"reward\.funcs\.f\.params: got an unexpected keyword argument 'factor'"):
+    with pytest.raises(KvrlError, match=r"reward\.funcs\.f\.params\.factor: .* its arguments: completions, answer"):
         rewards_of({"func": f"{file}:f", "params": {"factor": 1}})
+    file.write_text(FUNCTIONS)
+    with pytest.raises(KvrlError, match=r"remote\.params\.facto: .* did you mean factor\?"):  # **kwargs would take it
+        rewards_of({"func": f"{file}:remote", "params": {"facto": 1}})
 
 
 @pytest.mark.parametrize(
@@ -161,7 +164,7 @@ def test_a_missing_package_names_its_extra(
     for module in [m for m in sys.modules if m.partition(".")[0] == package]:
         monkeypatch.delitem(sys.modules, module)
     monkeypatch.setattr(sys, "meta_path", [_Hidden(package), *sys.meta_path])
-    with pytest.raises(KvrlError, match=rf"{name}: needs the package {package}, .* pip install 'kvrl\[{extra}\]'"):
+    with pytest.raises(KvrlError, match=rf"{name}: needs the package {package}, .* pip install -e '\.\[{extra}\]'"):
         rewards_of({"func": name, "params": params})
 
 

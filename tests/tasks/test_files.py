@@ -142,6 +142,13 @@ def test_refused_parameters(params, message):
         get_task("gsm8k", **params).rows("train", 1, 0)
 
 
+def test_a_broken_file_is_told_by_one_message_alone(tmp_path, capfd):
+    (tmp_path / "a.jsonl").write_text('{"question": "q", "answer": "1"}\nno json\n')
+    with pytest.raises(KvrlError, match="a.jsonl, line 2 is 'no json', which is no JSON object"):
+        get_task("gsm8k", path=str(tmp_path / "a.jsonl")).rows("train", 1, 0)
+    assert capfd.readouterr() == ("", "")  # no bar and no line of the library's
+
+
 def test_the_template_is_filled_once_and_may_be_plain_text(tmp_path):
     row = {"question": "Is {question} \\boxed{}?", "answer": "#### 1"}
     path = write(tmp_path / "a.jsonl", [row])

@@ -20,8 +20,8 @@ from kvrl.tasks.reasoning_gym import (
 
 def test_missing_library_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
-    with pytest.raises(KvrlError, match=r"needs the package reasoning-gym; .* pip install 'kvrl\[tasks\]'"):
-        task_module._library()
+    with pytest.raises(KvrlError, match=r"needs the package reasoning-gym; .* pip install -e '\.\[tasks\]'"):
+        task_module.library()
 
 
 @pytest.mark.parametrize(
@@ -171,6 +171,7 @@ def test_data_set_without_traces():
     ("params", "message"),
     [
         ({"dataset": "chain_sums"}, "task.params.dataset: chain_sums .*did you mean chain_sum?"),
+        ({"dataset": "sum"}, r"task.params.dataset: sum is none .*did you mean .*chain_sum.*\?"),
         ({"config": {"terms": 3}}, "task.params.config.terms: chain_sum has no such field; use .*min_terms"),
         ({"config": {"seed": 3}}, "task.params.config.seed: chain_sum has no such field"),
         ({"config": {"min_terms": 0}}, "task.params.config: .*min_terms must be positive"),

@@ -37,8 +37,50 @@ def test_quickstart_is_valid_and_says_what_the_recipe_says():
     assert config.eval_budgets == [24, "full"]
 
 
-def test_empty_file_gives_the_defaults(tmp_path):
-    assert load(tmp_path, "") == Config()
+def test_a_field_alone_leaves_the_others_at_their_defaults(tmp_path):
+    assert load(tmp_path, "seed: 0") == Config()
+
+
+def test_an_empty_file_and_a_study_are_refused(tmp_path):
+    assert "config.yaml: is empty" in refusal(tmp_path, "# nothing\n")
+    assert "is a study, not a configuration; run it with `kvrl study" in refusal(
+        tmp_path, "base: b.yaml\nvariants: {a: {}}\n"
+    )
+
+
+def test_lists_in_the_comma_form(tmp_path):
+    cache = "cache: {budget: 24, window: 8, sinks: 2}"
+    assert load(tmp_path, cache, ("eval.budgets", "24,full")).eval_budgets == [24, "full"]
+    assert load(tmp_path, cache, ("eval.budgets", "24")).eval_budgets == [24]
+    assert load(tmp_path, cache, ("eval.budgets", "[16, full]")).eval_budgets == [16, "full"]
+    assert [e.func for e in load(tmp_path, cache, ("reward.funcs", "task,f1")).reward.funcs] == ["task", "f1"]
+    assert load(tmp_path, cache, ("lora.target_modules", "all-linear")).lora.target_modules == "all-linear"
+    message = refusal(tmp_path, cache, ("sampling.stop", "a,b"))  # a stop may hold a comma: it is never split
+    assert message == "sampling.stop: a,b is refused: it is no list; write it as [value, value]"
+
+
+@pytest.mark.parametrize(("flag", "message"), [
+    (("model", "tiny"), "model: tiny is refused: model is a section, not a value; set one of its fields, as in"),
+    (("cache", "dense"), "cache: dense is refused: cache is a section, not a value; set one of its fields, as in"),
+    (("cache.params", "3"), "cache.params: 3 is refused: it is a mapping; write it as {name: value}"),
+    (("cache.budget", ""), "--cache.budget: has no value; write --cache.budget VALUE (null for none"),
+    (("output_dir", ""), "--output_dir: has no value; write --output_dir VALUE"),
+    (("cache.budget", "many"), "cache.budget: many is refused: it is no whole number; write one, such as 32"),
+    (("cache.protect_prompt", "3"), "cache.protect_prompt: 3 is refused: it is neither true nor false"),
+])  # fmt: skip
+def test_a_flag_of_the_wrong_kind_says_what_to_write(tmp_path, flag, message):
+    assert refusal(tmp_path, "seed: 1", flag).startswith(message)
+
+
+def test_parameters_left_from_another_task(tmp_path):
+    file = "task: {name: recurrence, params: {min_steps: 3}}"
+    message = refusal(tmp_path, file, ("task.name", "gsm8k"))
+    assert message == (
+        'task.params.min_steps: is left from the file\'s task recurrence; give --task "{name: gsm8k, params: {...}}"'
+    )
+    assert load(tmp_path, file, ("task", "{name: gsm8k, params: {eval_share: 0.5}}")).task.name == "gsm8k"
+    shared = "task: {name: math, params: {path: a.jsonl}}"
+    assert load(tmp_path, shared, ("task.name", "gsm8k")).task.params == {"path": "a.jsonl"}
 
 
 def test_flags_lie_over_the_file_and_are_parsed_as_yaml(tmp_path):
@@ -206,7 +248,7 @@ def test_files_that_are_not_a_configuration(tmp_path):
 
 def test_a_flag_below_a_field_that_has_no_fields(tmp_path):
     assert refusal(tmp_path, "seed: 3", ("seed.x", "1")) == "--seed.x: seed is 3 and has no fields; set seed itself"
-    assert "--seed: is not valid YAML" in refusal(tmp_path, "", ("seed", "[1"))
+    assert "--seed: is not valid YAML" in refusal(tmp_path, "seed: 1", ("seed", "[1"))
 
 
 def test_a_dense_policy_is_evaluated_with_the_full_cache_alone(tmp_path):

@@ -299,9 +299,8 @@ def test_a_prompt_that_cannot_be_encoded_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "kvrl.tasks.recurrence.Recurrence.rows", lambda *_: [{"prompt": chat, "n": 3, "answer": "3"}] * 6
     )
-    run, _ = build(make_config(tmp_path, warm_start=None), lambda text: None)
     with pytest.raises(KvrlError, match=r"^prompt 0: prompt: a list of 1 chat messages"):
-        run.prompts.take(1)
+        build(make_config(tmp_path), lambda text: None)
 
 
 def test_truncated_completions_leave_the_loss_when_asked(tmp_path):

@@ -18,7 +18,7 @@ from kvrl.bench.machine import median_seconds
 from kvrl.cache.trace import KVTrace
 from kvrl.learner import Scorer
 from kvrl.sampler.types import Rollout
-from kvrl.train.setup import load_model
+from kvrl.train.setup import checkpoint_activations, load_model
 from kvrl.views import View
 
 PROMPT = 64  # tokens of a sequence that are not scored
@@ -56,7 +56,7 @@ def measure(given: dict[str, Any]) -> LearnerCost:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = prepare(load_model(given["path"], given["dtype"], merge=True)[0].to(device)).train()
     if given["checkpointing"]:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        checkpoint_activations(model)
     rollout = synthetic_rollout(model, given["tokens"], given["budget"], given["buffer"])
     scorer = Scorer(model, backend=given["backend"])
 

@@ -12,7 +12,7 @@ Granularity = Literal["per_head", "per_layer", "shared"]
 class CacheConfig(BaseModel):
     """A sequence's KV cache. The one dial is `budget`."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     policy: str = "rkv"
     """Which entries go: a name of `kvrl policies`, or `dense` for the full cache."""

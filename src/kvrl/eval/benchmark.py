@@ -15,7 +15,7 @@ from rich.table import Table
 
 from kvrl.cache.config import CacheConfig
 from kvrl.errors import KvrlError
-from kvrl.eval.evaluate import Evaluation, evaluate
+from kvrl.eval.evaluate import Evaluation, evaluate, idle_budgets
 from kvrl.eval.report import to_json
 from kvrl.sampler.config import SamplingConfig
 from kvrl.tasks import get_task
@@ -117,6 +117,8 @@ def evaluate_sets(
         results.append(SetResult(name, problems, evaluations))
         accuracies = ", ".join(f"{e.budget} {e.accuracy:.3f}" for e in evaluations)
         say(f"{name}: {problems} problems, {accuracies}")
+        if (warning := idle_budgets(evaluations)) is not None:
+            say(warning)
     return results
 
 
@@ -160,7 +162,7 @@ def run_benchmark(
     from kvrl.train.setup import load_model
 
     math_scorer()  # a missing package is told now
-    model, tokenizer = load_model(args.model, args.dtype)
+    model, tokenizer = load_model(args.model, args.dtype, field="MODEL")
     model.to(Accelerator().device)
     with torch.no_grad():
         results = evaluate_sets(

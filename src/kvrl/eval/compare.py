@@ -15,9 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from kvrl.errors import KvrlError
-from kvrl.eval.report import read_metrics, smooth, to_json
+from kvrl.eval.report import read_metrics, to_json, widened
 from kvrl.eval.starts import START, ensure_start, finished, shares_starts, start_folder
 from kvrl.train.config import Config, load_config
+
+OUTPUT_DIR = "runs/compare"
 
 
 def run_compare(args: argparse.Namespace) -> None:
@@ -27,13 +29,14 @@ def run_compare(args: argparse.Namespace) -> None:
     makes it itself, alike for all methods by the seed: adapters do not go on from a folder.
     """
     configs = plan(args)
-    base = load_config(args.config, args.overrides)
+    base = load_config(args.config, fields(args))
     root = Path(base.output_dir)
-    from kvrl.train.trainer import check_output_dir
+    from kvrl.train.trainer import check_output_dir, make_output_dir
 
     for config in configs:
         check_output_dir(config)
-    say = Console(stderr=True)
+    make_output_dir(root)
+    say = widened(Console(stderr=True))
     if shares_starts(base):
         for seed in sorted({config.seed for config in configs}):
             ensure_start(base.model_copy(update={"seed": seed}), start_folder(root, seed), say.print)
@@ -52,13 +55,19 @@ def run_compare(args: argparse.Namespace) -> None:
     if args.json:
         print(to_json(result, indent=2))
     else:
-        Console().print(table(result))
-        Console().print(f"plot: {root / 'compare.png'}")
+        console = widened(Console())
+        console.print(table(result))
+        console.print(f"plot: {root / 'compare.png'}")
+
+
+def fields(args: argparse.Namespace) -> list[tuple[str, str]]:
+    """The fields given as flags. The folder is not the configuration's own, which holds one run."""
+    return [("output_dir", OUTPUT_DIR), *args.overrides]
 
 
 def plan(args: argparse.Namespace) -> list[Config]:
     """The configuration of every run, all checked before the first starts."""
-    base = load_config(args.config, args.overrides)
+    base = load_config(args.config, fields(args))
     check_table(base, args.methods)
     root = Path(base.output_dir)
     out = []
@@ -68,7 +77,7 @@ def plan(args: argparse.Namespace) -> list[Config]:
                    ("overwrite_output_dir", "true")]  # fmt: skip
             if shares_starts(base):
                 own += [("model.path", str(start_folder(root, seed))), ("warm_start", "null")]
-            out.append(load_config(args.config, [*args.overrides, *own]))
+            out.append(load_config(args.config, [*fields(args), *own]))
     return out
 
 
@@ -128,35 +137,18 @@ def table(result: dict[str, Any]) -> Table:
 
 
 def plot(path: Path, configs: list[Config], methods: list[str]) -> None:
-    """Left: the rollouts' reward over steps. Right: accuracy at the end under both decodings, every seed a point."""
-    import matplotlib
+    """The figure of all methods, from their runs' metrics."""
+    from kvrl.eval import outcome_plot
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=120, width_ratios=(3, 2))
-    for i, method in enumerate(methods):
-        runs = [read_metrics(Path(c.output_dir)) for c in configs if c.method == method]
-        curves = [smooth([s["reward"] for s in steps]) for steps, _ in runs]
-        mean = [statistics.mean(x) for x in zip(*curves, strict=True)]
-        for curve in curves:
-            left.plot(range(1, len(curve) + 1), curve, color=f"C{i}", alpha=0.2, linewidth=1)
-        left.plot(range(1, len(mean) + 1), mean, color=f"C{i}", label=method)
-        last = max(s["step"] for s in runs[0][0])
-        for kind, marker in (("compressed", "o"), ("full", "^")):
-            ends = [
-                e["accuracy"] for _, evaluations in runs for e in evaluations
-                if e["step"] == last and (e["budget"] == "full") == (kind == "full")
-            ]  # fmt: skip
-            at = i + (0.12 if kind == "full" else -0.12)
-            right.plot([at] * len(ends), ends, marker, color=f"C{i}", alpha=0.5, markersize=5)
-            right.plot([at], [statistics.mean(ends)], marker, color=f"C{i}", markersize=10, markeredgecolor="black")
-    left.set(xlabel="step", ylabel="reward in the rollouts (mean of 5 steps)", ylim=(0, 1))
-    left.legend(loc="upper left", ncols=2)
-    right.set(ylabel="held-out accuracy at the end", title="● budget   ▲ full cache", ylim=(0, 1))
-    right.set_xticks(range(len(methods)), methods, rotation=15)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    lines = []
+    for method in methods:
+        mine = [config for config in configs if config.method == method]
+        runs = [read_metrics(Path(config.output_dir)) for config in mine]
+        ends: dict[str, list[float]] = {"compressed": [], "full": []}
+        for config, (_, evaluations) in zip(mine, runs, strict=True):
+            for e in evaluations:
+                if e["step"] == config.train.max_steps:
+                    ends["full" if e["budget"] == "full" else "compressed"].append(e["accuracy"])
+        rewards = [[s["reward"] for s in steps] for steps, _ in runs]
+        lines.append(outcome_plot.Line(method, rewards, **ends, full_cache_rollouts=mine[0].rollout_cache.is_dense))
+    outcome_plot.plot(path, lines)

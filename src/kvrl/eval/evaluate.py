@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -17,13 +17,13 @@ from torch import nn
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
-from kvrl.eval.report import to_json
+from kvrl.eval.report import to_json, widened
+from kvrl.eval.run_defaults import settings_of
 from kvrl.rewards.call import score
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.engine import Engine
 from kvrl.tasks import Task, completion_text, encode_prompt, get_task
 from kvrl.train.config import RolloutSettings
-from kvrl.train.config_file import explain
 from kvrl.train.data import PromptLimits, columns_of
 
 
@@ -39,6 +39,12 @@ class Evaluation:
     truncated: float
     dropped: int = 0
     """Problems left out: a prompt that is too long, or whose protected entries a budget cannot hold."""
+    buffer: int | None = None
+    """Entries above the budget before a compaction; None under the full cache."""
+    evictions: float = 0.0
+    """Compactions of one sequence, on average."""
+    longest: int = 0
+    """Tokens of the longest sequence, prompt and completion."""
 
 
 def evaluate(
@@ -63,23 +69,7 @@ def evaluate(
     settings = rollout or RolloutSettings()
     caches = [cache.as_dense() if budget == "full" else cache.model_copy(update={"budget": budget})
               for budget in budgets]  # fmt: skip
-    limits = PromptLimits.of(settings, *caches)
-    rows, prompts = [], []
-    refused: KvrlError | None = None
-    for number, row in enumerate(task.rows("eval", n, seed)):
-        try:
-            ids = encode_prompt(tokenizer, row["prompt"])
-        except KvrlError as error:
-            raise KvrlError(f"held-out problem {number}: {error}") from None
-        if (refusal := limits.refusal(len(ids))) is None:
-            rows.append(row)
-            prompts.append(ids)
-            continue
-        refused, choice = refusal
-        if choice == "stop":
-            raise KvrlError(f"held-out problem {number}: {refused}")
-    if not rows:
-        raise KvrlError(f"eval.n: none of the {n} held-out problems is within the limits ({refused})")
+    rows, prompts = held_out(tokenizer, task, PromptLimits.of(settings, *caches), n, seed)
     one = sampling.model_copy(update={"num_generations": 1})
     results = []
     for budget, chosen in zip(budgets, caches, strict=True):
@@ -100,45 +90,87 @@ def evaluate(
                 mean_length=sum(len(r.completion_ids) for r in rollouts) / len(rollouts),
                 truncated=sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
                 dropped=n - len(rows),
+                buffer=None if chosen.is_dense else chosen.buffer,
+                evictions=sum(r.trace.num_events for r in rollouts) / len(rollouts),
+                longest=max(r.num_tokens for r in rollouts),
             )
         )
     return results
 
 
+def held_out(
+    tokenizer: Any, task: Task, limits: PromptLimits, n: int, seed: int
+) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Those of `n` held-out problems that are within the limits, and their prompts' ids. KvrlError if none is."""
+    rows, prompts = [], []
+    refused: KvrlError | None = None
+    for number, row in enumerate(task.rows("eval", n, seed)):
+        try:
+            ids = encode_prompt(tokenizer, row["prompt"])
+        except KvrlError as error:
+            raise KvrlError(f"held-out problem {number}: {error}") from None
+        if (refusal := limits.refusal(len(ids))) is None:
+            rows.append(row)
+            prompts.append(ids)
+            continue
+        refused, choice = refusal
+        if choice == "stop":
+            raise KvrlError(f"held-out problem {number}: {refused}")
+    if not rows:
+        raise KvrlError(f"eval.n: none of the {n} held-out problems is within the limits ({refused})")
+    return rows, prompts
+
+
 def evaluation_table(results: Sequence[Evaluation], title: str) -> Table:
     """Results as a table for the terminal."""
     table = Table(title=title)
-    for name in ("budget", "accuracy", "KV bytes", "of full", "mean length", "cut off"):
+    for name in ("budget + buffer", "accuracy", "KV bytes", "of full", "evictions", "mean length", "cut off"):
         table.add_column(name, justify="right")
     for r in results:
         table.add_row(
-            r.budget, f"{r.accuracy:.3f}", f"{r.kv_bytes:,}", f"{r.kv_bytes_share:.0%}",
-            f"{r.mean_length:.0f}", f"{r.truncated:.0%}",
+            r.budget if r.buffer is None else f"{r.budget} + {r.buffer}", f"{r.accuracy:.3f}", f"{r.kv_bytes:,}",
+            f"{r.kv_bytes_share:.0%}", f"{r.evictions:.1f}", f"{r.mean_length:.0f}", f"{r.truncated:.0%}",
         )  # fmt: skip
     if results and results[0].dropped:
         table.caption = f"{results[0].dropped} problems left out: their prompts are over the limits"
     return table
 
 
+def idle_budgets(results: Sequence[Evaluation]) -> str | None:
+    """One line for the compressed budgets under which nothing was evicted; None if there are none."""
+    idle = [r for r in results if r.buffer is not None and r.evictions == 0]
+    if not idle:
+        return None
+    room = idle[0].longest - 1 - int(idle[0].budget)
+    remedy = f"lower --buffer to at most {room}" if room > 0 else f"lower --budgets below {idle[0].longest - 1}"
+    sums = ", ".join(f"{r.budget} + {r.buffer}" for r in idle)
+    return (
+        f"kvrl: warning: --budgets: nothing was evicted under budget + buffer {sums}, as the longest sequence has "
+        f"{idle[0].longest} tokens: this is the accuracy of the full cache; {remedy}"
+    )
+
+
 def run_eval(args: argparse.Namespace) -> None:
     """`kvrl eval`: one task, or a benchmark. Whatever can be wrong is told before a model is loaded."""
-    given = {k: getattr(args, k) for k in ("buffer", "window", "sinks") if getattr(args, k) is not None}
+    cache, sampling, taken = settings_of(args)
     budgets = [b for b in args.budgets if b != "full"]
     if args.policy == "dense" and budgets:
         raise KvrlError(f"--budgets: {budgets[0]} has no meaning under --policy dense, which keeps every entry; "
                         "set --budgets full, or --policy to one that `kvrl policies` lists")  # fmt: skip
-    cache = CacheConfig(policy=args.policy, budget=max(budgets, default=512), **given)
-    try:
-        sampling = SamplingConfig(temperature=args.temperature, max_completion_length=args.max_completion_length)
-    except ValidationError as error:
-        raise KvrlError(explain(error, SamplingConfig, prefix="--")) from None
     make_policy(CacheConfig(policy=args.policy))  # an unknown name is told whatever the budgets are
     for budget in budgets:
-        make_policy(cache.model_copy(update={"budget": budget}))
+        try:
+            make_policy(cache.model_copy(update={"budget": budget}))
+        except KvrlError as error:
+            raise KvrlError(str(error).replace("cache.budget", "--budgets")) from None
+    if taken is not None:
+        print(taken, file=sys.stderr)
     if args.benchmark is not None:
         from kvrl.eval.benchmark import load_sets, run_benchmark
 
         return run_benchmark(args, cache, sampling, load_sets(args.benchmark, args.data_dir, args.task_params))
+    if args.task is None:
+        raise KvrlError(f"--task: is missing, and {args.model} is not the model of a run; set --task or --benchmark")
     if args.data_dir is not None:
         raise KvrlError("--data_dir: is the folder of a benchmark's files; for a task set --task_params '{path: FILE}'")
     from kvrl.train.setup import load_model
@@ -146,15 +178,17 @@ def run_eval(args: argparse.Namespace) -> None:
     n = 256 if args.n is None else args.n
     task = get_task(args.task, **args.task_params)
     task.rows("eval", n, args.seed)
-    model, tokenizer = load_model(args.model, args.dtype)
+    model, tokenizer = load_model(args.model, args.dtype, field="MODEL")
     model.to(Accelerator().device)
     with torch.no_grad():
         results = evaluate(
             model, tokenizer, task, cache=cache, budgets=args.budgets, sampling=sampling, n=n, seed=args.seed,
             slots=args.slots or min(128, n),
         )  # fmt: skip
+    if (warning := idle_budgets(results)) is not None:
+        print(warning, file=sys.stderr)
     if args.json:
         print(to_json({"model": args.model, "task": args.task, "policy": args.policy,
                        "results": [asdict(r) for r in results]}, indent=2))  # fmt: skip
     else:
-        Console().print(evaluation_table(results, f"{args.model} on {args.task}, policy {args.policy}"))
+        widened(Console()).print(evaluation_table(results, f"{args.model} on {args.task}, policy {args.policy}"))

@@ -150,7 +150,7 @@ def _tiny(name: str, window: int, args: argparse.Namespace) -> Subject:
 def _real(args: argparse.Namespace) -> Subject:
     from kvrl.train.setup import load_model
 
-    model, tokenizer = load_model(args.model, args.dtype, merge=True)
+    model, tokenizer = load_model(args.model, args.dtype, merge=True, field="--model")
     model = model.to(_device())
     new = args.max_completion_length or 512
     prompts = [tokenizer(TEXTS[i % len(TEXTS)])["input_ids"] for i in range(_prompt_count(args, 2, new))]

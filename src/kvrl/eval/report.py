@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+WIDTH = 120  # of a line in a log file or a pipe, which have no width of their own
+
+
+def widened(console: Console) -> Console:
+    """The console, with lines of WIDTH where neither a terminal nor COLUMNS says how long they may be (rich: 80)."""
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WIDTH
+    return console
 
 
 def read_metrics(output_dir: Path) -> tuple[list[dict], list[dict]]:
@@ -38,7 +52,7 @@ def _finite(value: Any) -> Any:
 
 
 def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, Any]:
-    """Write summary.json and reward.png from metrics.jsonl and show the closing table."""
+    """Write summary.json and reward.png from metrics.jsonl; show the closing table and where everything is."""
     steps, evaluations = read_metrics(output_dir)
     budgets = list(dict.fromkeys(e["budget"] for e in evaluations))
     rows: list[dict[str, Any]] = []
@@ -57,17 +71,8 @@ def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, A
         "decodings": rows,
     }
     (output_dir / "summary.json").write_text(to_json(summary, indent=2))
-    table = Table(title="held-out accuracy")
-    for name in ("decoding", "start", "end", "KV bytes", "of full cache"):
-        table.add_column(name, justify="right")
-    for row in rows:
-        start, end = row["start"], row["end"]
-        table.add_row(
-            row["decoding"], f"{start['accuracy']:.3f}", f"{end['accuracy']:.3f}", f"{end['kv_bytes']:,}",
-            f"{end['kv_bytes_share']:.0%}",
-        )  # fmt: skip
     if rows:
-        say(table)
+        say(closing_table(rows))
     if parity:
         say(
             "parity |logp sampler - logp replay|, worst step: "
@@ -75,13 +80,38 @@ def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, A
         )
         plot_reward(output_dir / "reward.png", {"reward": [s["reward"] for s in steps]}, evaluations)
         say(f"reward curve: {output_dir / 'reward.png'}")
+    say(f"model: {output_dir / 'model'}")
     return summary
+
+
+def closing_table(rows: list[dict[str, Any]]) -> Table:
+    """Accuracy at the start and at the end, and what the last evaluation needed."""
+    table = Table(title=f"held out, steps {rows[0]['start']['step']} and {rows[0]['end']['step']}")
+    for name in ("decoding", "accuracy, start", "end", "KV bytes", "of full", "evictions", "mean length", "cut off"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        start, end = row["start"], row["end"]
+        table.add_row(
+            row["decoding"], f"{start['accuracy']:.3f}", f"{end['accuracy']:.3f}", f"{end['kv_bytes']:,}",
+            f"{end['kv_bytes_share']:.0%}", f"{end['evictions']:.1f}", f"{end['mean_length']:.0f}",
+            f"{end['truncated']:.0%}",
+        )  # fmt: skip
+    if dropped := rows[0]["end"]["dropped"]:
+        table.caption = f"{dropped} problems left out: their prompts are over the limits"
+    return table
 
 
 def smooth(values: list[float], width: int = 5) -> list[float]:
     """Trailing mean over `width` steps, of those that have a value; NaN where none has."""
     parts = [[v for v in values[max(0, i - width + 1) : i + 1] if not math.isnan(v)] for i in range(len(values))]
     return [sum(part) / len(part) if part else math.nan for part in parts]
+
+
+def step_ticks(axes: Axes) -> None:
+    """Whole numbers on the axis of the steps: a run of two steps has no step 1.5."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def plot_reward(path: Path, curves: dict[str, list[float]], evaluations: list[dict]) -> None:
@@ -101,6 +131,7 @@ def plot_reward(path: Path, curves: dict[str, list[float]], evaluations: list[di
         label = "held out, full cache" if budget == "full" else f"held out, budget {budget}"
         axes.plot([e["step"] for e in mine], [e["accuracy"] for e in mine], "o--", color=f"C{i + 1}", label=label)
     axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
+    step_ticks(axes)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     figure.tight_layout()

@@ -104,11 +104,15 @@ class Tried:
 def run_study(args: argparse.Namespace) -> None:
     """`kvrl study`: run what is missing, then write study.json, table.md and plot.png to the study's folder."""
     from kvrl.eval.study_report import insert, write_study
+    from kvrl.train.trainer import make_output_dir
 
     runners = []
     for path in map(Path, args.studies):
         runners.append(Runner(read_config(Study, path), path, Path(args.output_dir), args.jobs, Console(stderr=True)))
         runners[-1].check()
+    if args.report is not None:
+        prepare_report(Path(args.report), [runner.folder.name for runner in runners])
+    make_output_dir(Path(args.output_dir), "--output_dir")
     for runner in runners:
         say = Console(stderr=args.json)
         write_study(runner.folder, runner.study, runner.run(), say.print)
@@ -116,6 +120,22 @@ def run_study(args: argparse.Namespace) -> None:
             insert(Path(args.report), runner.folder.name, (runner.folder / "table.md").read_text())
         if args.json:
             print((runner.folder / "study.json").read_text())
+
+
+def prepare_report(report: Path, names: list[str]) -> None:
+    """Make the page with the studies' markers if there is none. KvrlError if it cannot be written or lacks them."""
+    from kvrl.eval.study_report import find_place, markers
+
+    try:
+        if not report.exists():
+            places = "\n".join(f"{begin}\n{end}\n" for begin, end in map(markers, names))
+            report.write_text(f"# Results\n\n{places}")
+        text = report.read_text()
+        report.open("a").close()
+    except OSError as error:
+        raise KvrlError(f"--report: {report} cannot be written ({error.strerror}); give the path of a file") from None
+    for name in names:
+        find_place(report, text, name)
 
 
 class Runner:

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrl.errors import KvrlError
-from kvrl.eval.report import smooth, to_json
+from kvrl.eval.outcome_plot import Line, plot
+from kvrl.eval.report import to_json
 
 if TYPE_CHECKING:
     from kvrl.eval.study import Outcome, Study
@@ -28,18 +29,43 @@ def write_study(folder: Path, study: Study, results: dict[str, dict[str, Any]], 
     (folder / "study.json").write_text(to_json({"title": study.title, "variants": rows}, indent=2))
     text = "\n\n".join([main_table(rows), *decoding_table(rows), *tuning_table(rows)]) + "\n"
     (folder / "table.md").write_text(text)
-    plot(folder / "plot.png", {name: list(result["outcomes"].values()) for name, result in results.items()})
+    plot(folder / "plot.png", [line_of(study, name, result) for name, result in results.items()])
     say(f"{study.title}\n\n{text}\nplot: {folder / 'plot.png'}")
+
+
+def line_of(study: Study, name: str, result: dict[str, Any]) -> Line:
+    """What the figure shows of one variant."""
+    outcomes: list[Outcome] = list(result["outcomes"].values())
+    fields = {**study.overrides, **study.variants[name].overrides}
+    return Line(
+        name,
+        [[s["reward"] for s in o.steps] for o in outcomes],
+        [o.compressed for o in outcomes],
+        [o.full for o in outcomes],
+        full_cache_rollouts=fields.get("method") == "dense",
+    )
 
 
 def insert(report: Path, name: str, table: str) -> None:
     """Put a study's tables between its markers in a Markdown page. KvrlError if the page has none."""
-    begin, end = f"<!-- study: {name} -->", "<!-- end of study -->"
+    begin, end = markers(name)
     text = report.read_text()
-    pattern = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
-    if not pattern.search(text):
+    place = find_place(report, text, name)
+    report.write_text(place.sub(lambda _: f"{begin}\n\n{table.strip()}\n\n{end}", text))
+
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines of a page between which a study's tables stand."""
+    return f"<!-- study: {name} -->", "<!-- end of study -->"
+
+
+def find_place(report: Path, text: str, name: str) -> re.Pattern[str]:
+    """The pattern of a study's place in a page's text. KvrlError if the page has none."""
+    begin, end = markers(name)
+    place = re.compile(f"{re.escape(begin)}.*?{re.escape(end)}", re.DOTALL)
+    if not place.search(text):
         raise KvrlError(f"--report: {report} has no lines {begin} and {end}; add them where the tables belong")
-    report.write_text(pattern.sub(lambda _: f"{begin}\n\n{table.strip()}\n\n{end}", text))
+    return place
 
 
 def summarise(result: dict[str, Any]) -> dict[str, Any]:
@@ -131,31 +157,3 @@ def markdown(header: list[str], body: list[list[str]]) -> str:
     """A Markdown table."""
     lines = [header, ["---"] * len(header), *body]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def plot(path: Path, outcomes: dict[str, list[Outcome]]) -> None:
-    """Left: reward in the rollouts over steps. Right: held-out accuracy at the end, every seed a point."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=120, width_ratios=(3, 2))
-    for i, (name, runs) in enumerate(outcomes.items()):
-        curves = [smooth([s["reward"] for s in o.steps]) for o in runs]
-        curve = [statistics.mean(x) for x in zip(*curves, strict=True)]
-        left.plot(range(1, len(curve) + 1), curve, color=f"C{i}", label=name)
-        for kind, marker, shift in (("compressed", "o", -0.12), ("full", "^", 0.12)):
-            ends = [getattr(o, kind) for o in runs]
-            right.plot([i + shift] * len(ends), ends, marker, color=f"C{i}", alpha=0.45, markersize=4)
-            mean = statistics.mean(ends)
-            right.plot([i + shift], [mean], marker, color=f"C{i}", markersize=9, markeredgecolor="black")
-    left.set(xlabel="step", ylabel="reward in the rollouts (mean of 5 steps)", ylim=(0, 1))
-    left.legend(loc="upper left", ncols=2, fontsize=8)
-    right.set(ylabel="held-out accuracy at the end", title="● compressed   ▲ full cache", ylim=(0, 1))
-    right.set_xticks(range(len(outcomes)), outcomes, rotation=30, ha="right", fontsize=8)
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)

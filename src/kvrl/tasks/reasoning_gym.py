@@ -10,7 +10,7 @@ import dataclasses
 import difflib
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -52,10 +52,10 @@ class ReasoningGym(BaseModel):
 
     @model_validator(mode="after")
     def _known_dataset(self) -> ReasoningGym:
-        kinds = _library().factory.DATASETS
+        kinds = library().factory.DATASETS
         if self.dataset not in kinds:
-            near = difflib.get_close_matches(self.dataset, kinds, n=1)
-            remedy = f"did you mean {near[0]}?" if near else "see reasoning_gym.factory.DATASETS"
+            near = _nearest(self.dataset, kinds)
+            remedy = f"did you mean {' or '.join(near)}?" if near else "see reasoning_gym.factory.DATASETS"
             raise KvrlError(f"task.params.dataset: {self.dataset} is none of the library's; {remedy}")
         fields = {field.name for field in dataclasses.fields(kinds[self.dataset][1])} - {"seed", "size"}
         for key in self.config:
@@ -94,7 +94,7 @@ class ReasoningGym(BaseModel):
         return pairs
 
     def _create(self, seed: int, size: int) -> Any:
-        return _library().create_dataset(self.dataset, seed=seed, size=size, **self.config)
+        return library().create_dataset(self.dataset, seed=seed, size=size, **self.config)
 
     @cached_property
     def _scorer(self) -> Callable[[str | None, dict], float]:
@@ -161,15 +161,24 @@ TRACES: dict[str, Callable[[dict[str, Any], float, random.Random], tuple[str, st
 }
 
 
+def _nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
+    """At most `n` names that are spelled alike or share a word: `sudoko` and `arithmetic` both have some."""
+    known = sorted(known)
+    words = set(name.lower().replace("-", "_").split("_"))
+    sharing = [other for other in known if words & set(other.split("_"))]
+    return list(dict.fromkeys([*difflib.get_close_matches(name, known, n=n), *sharing]))[:n]
+
+
 def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
-def _library() -> Any:
+def library(task: str = ReasoningGym.name) -> Any:
+    """The module `reasoning_gym`, for a task of that name. Errors: KvrlError where it is not installed."""
     try:
         import reasoning_gym
     except ImportError as error:
         raise KvrlError(
-            "task.name: reasoning_gym needs the package reasoning-gym; install it: pip install 'kvrl[tasks]'"
+            f"task.name: {task} needs the package reasoning-gym; run pip install -e '.[tasks]' in kvrl's folder"
         ) from error
     return reasoning_gym

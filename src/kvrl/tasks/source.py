@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvrl.errors import KvrlError
+from kvrl.quiet import quiet_datasets
 
 FILES = (".json", ".jsonl", ".parquet")
 
@@ -70,6 +71,7 @@ def _load(source: Source, field: str) -> Any:
     from datasets import load_dataset
     from datasets.exceptions import DatasetsError
 
+    quiet_datasets()
     file = Path(source.path)
     if source.is_file and file.is_file() and file.stat().st_size == 0:
         raise KvrlError(f"{field}: {file} is empty; write one JSON object a line")
@@ -82,6 +84,12 @@ def _load(source: Source, field: str) -> Any:
         if file.suffix == ".jsonl" and file.is_file():
             _check_lines(file, field)
         reason = " ".join(str(error.__cause__ or error).split())
+        if not source.is_file:
+            reason = reason if len(reason) <= 160 else f"{reason[:157]}..."
+            raise KvrlError(
+                f"{field}: {source} cannot be loaded from the hub ({reason}); check the name, the network and the "
+                "login (`hf auth login`), or give a .jsonl, .json or .parquet file"
+            ) from None
         raise KvrlError(
             f"{field}: {source} cannot be loaded ({reason}); give a .jsonl, .json or .parquet file or a hub name"
         ) from None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import types
@@ -24,6 +25,14 @@ _LIMITS = {
     "less_than": ("lt", "is not below {0}", "set it below {0}"),
 }
 
+
+_KINDS = {
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "it is no whole number; write one, such as 32"),
+    **dict.fromkeys(("float_parsing", "float_type"), "it is no number; write one, such as 0.5"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "it is neither true nor false; write one of them"),
+    "string_type": "it is no text; write one, in quotes if it looks like a number",
+    "list_type": "it is no list; write it as [value, value]",
+}
 
 _UNION_BRANCH = re.compile(r"^(int|float|str|constrained-\w+)$|\[")  # constrained-int, literal['full'], ...
 
@@ -50,12 +59,45 @@ _Loader.add_implicit_resolver(
 def read_config(kind: type[ModelT], path: str | Path, overrides: Sequence[tuple[str, str]] = ()) -> ModelT:
     """`kind` from the YAML file at `path` with `(dotted.path, YAML text)` pairs laid over it."""
     data = _read_mapping(Path(path))
+    _check_kind(data, kind, str(path))
+    before = copy.deepcopy(data)
     for dotted, text in overrides:
-        _set(data, dotted, _parse(text, f"--{dotted}"))
+        _set(data, dotted, _flag_value(kind, dotted, text))
+    _check_task(before, data)
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         raise KvrlError(explain(error, kind)) from None
+
+
+def _check_kind(data: dict[str, Any], kind: type[BaseModel], path: str) -> None:
+    """Raise KvrlError for an empty file, and for one that is for another command."""
+    if not data:
+        raise KvrlError(f"{path}: is empty; write `field: value` lines")
+    of_study = {"base", "variants"}
+    if of_study <= data.keys() and not of_study <= kind.model_fields.keys():
+        raise KvrlError(f"{path}: is a study, not a configuration; run it with `kvrl study {path}`")
+    if of_study <= kind.model_fields.keys() and not of_study & data.keys():
+        raise KvrlError(f"{path}: is no study (it has no base and no variants); a configuration is run with "
+                        f"`kvrl train {path}`")  # fmt: skip
+
+
+def _check_task(before: dict[str, Any], data: dict[str, Any]) -> None:
+    """Raise KvrlError if flags name another task than the file, whose parameters are left and not the new one's."""
+    old, new = before.get("task"), data.get("task")
+    if not isinstance(old, dict) or not isinstance(new, dict) or old.get("name", new.get("name")) == new.get("name"):
+        return
+    from kvrl.tasks import TASKS, parameters_of
+
+    if new["name"] not in TASKS:
+        return
+    known = parameters_of(new["name"])
+    for param in new.get("params") or {}:
+        if param in (old.get("params") or {}) and param not in known:
+            raise KvrlError(
+                f"task.params.{param}: is left from the file's task {old['name']}; give "
+                f'--task "{{name: {new["name"]}, params: {{...}}}}"'
+            )
 
 
 def explain(error: ValidationError, kind: type[BaseModel], prefix: str = "") -> str:
@@ -95,6 +137,35 @@ def _parse(text: str, where: str) -> Any:
         raise KvrlError(f"{where}: is not valid YAML: {' '.join(str(error).split())}") from None
 
 
+def _flag_value(kind: type[BaseModel], dotted: str, text: str) -> Any:
+    """A flag's text as YAML; `24,full` is a list where the field is one whose entries cannot hold a comma."""
+    if not text.strip():
+        raise KvrlError(f"--{dotted}: has no value; write --{dotted} VALUE (null for none, '\"\"' for an empty text)")
+    value = _parse(text, f"--{dotted}")
+    if not isinstance(value, str | int | float) or isinstance(value, bool):
+        return value
+    *sections, leaf = dotted.split(".")
+    for name in sections:
+        field = kind.model_fields.get(name)
+        inner = None if field is None else next(_models(field.annotation), None)
+        if inner is None:
+            return value
+        kind = inner
+    field = kind.model_fields.get(leaf)
+    lists = [] if field is None else list(_lists(field.annotation))
+    if not lists or str in typing.get_args(lists[0]):
+        return value
+    return [_parse(part, f"--{dotted}") for part in text.split(",")]
+
+
+def _lists(annotation: Any) -> Iterator[Any]:
+    if typing.get_origin(annotation) is list:
+        yield annotation
+    elif typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        for part in typing.get_args(annotation):
+            yield from _lists(part)
+
+
 def _set(data: dict[str, Any], dotted: str, value: Any) -> None:
     *sections, leaf = dotted.split(".")
     for depth, section in enumerate(sections):
@@ -124,8 +195,22 @@ def _explain_one(mistake: Mapping[str, Any], kind: type[BaseModel]) -> str:
         return f"{field}: {value} {limit.format(bound)}; {remedy.format(bound)}"
     if what == "literal_error":
         return f"{field}: {value} is not one of {context['expected']}; choose one of them"
+    if what in ("model_type", "model_attributes_type", "dict_type"):
+        return f"{field}: {value} is refused: {_as_section(field, kind)}"
+    if what in _KINDS:
+        return f"{field}: {value} is refused: {_KINDS[what]}"
     reason = mistake["msg"][0].lower() + mistake["msg"][1:]
     return f"{field}: {value} is refused: {reason}; change the value"
+
+
+def _as_section(field: str, kind: type[BaseModel]) -> str:
+    """What to write where a whole section was given one value."""
+    try:
+        fields = list(_section(kind, field.split(".")).model_fields)
+    except (KeyError, StopIteration):
+        return "it is a mapping; write it as {name: value}"
+    first = next((name for name in ("path", "policy", "name") if name in fields), fields[0])
+    return f"{field} is a section, not a value; set one of its fields, as in {field}.{first} ({', '.join(fields)})"
 
 
 def _field(mistake: Mapping[str, Any]) -> str:

@@ -27,6 +27,7 @@ from kvrl.train.config import Config
 from kvrl.train.data import PromptLimits, PromptStream, columns_of
 from kvrl.train.distiller import Distiller
 from kvrl.train.optimizer import MasterAdamW, make_optimizer, make_scheduler
+from kvrl.train.preflight import preflight
 from kvrl.train.setup import Reference, adapters_of, load_policy
 from kvrl.train.warm_start import BETAS, warm_start
 
@@ -73,6 +74,7 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
         task.rows("eval", config.eval.n, config.eval.seed)
     model, tokenizer = load_policy(config, task, resumed / "model" if resumed else None)
     model.to(accelerator.device)
+    preflight(config, model, tokenizer, task, say)
     if config.warm_start is not None and resumed is None:
         supervise(config, model, tokenizer, task, say)
     reference = distiller = critic = None
@@ -121,6 +123,7 @@ def supervise(config: Config, model: Any, tokenizer: Any, task: Task, say: Say) 
     assert config.warm_start is not None
     settings = config.train.model_copy(update={"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "weight_decay": 0.0})
     optimizer = make_optimizer(model, settings, config.warm_start.learning_rate)
+    say(f"warm start: {config.warm_start.steps} steps of {config.warm_start.batch_size} demonstrations ...")
     start = time.perf_counter()
     done = warm_start(model, tokenizer, task, config.warm_start, config.seed, optimizer)
     if isinstance(optimizer, MasterAdamW):
@@ -138,6 +141,7 @@ def make_start(config: Config, folder: Path, say: Say) -> None:
     torch.manual_seed(config.seed)
     task = get_task(config.task.name, **config.task.params)
     model, tokenizer = load_policy(config, task, None)
+    preflight(config, model, tokenizer, task, say)
     supervise(config, model, tokenizer, task, say)
     save_model(folder, model, tokenizer)
 

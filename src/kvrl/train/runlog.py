@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from kvrl.eval.evaluate import Evaluation, evaluation_table
-from kvrl.eval.report import to_json
+from kvrl.eval.report import to_json, widened
 
 COLUMNS = (
     ("reward", "reward", "{:.3f}"),
@@ -30,7 +30,7 @@ class RunLog:
     """Progress bar and log of one run; metrics go to `metrics.jsonl`, one JSON object a line."""
 
     def __init__(self, output_dir: Path, total: int, console: Console) -> None:
-        self.console = console
+        self.console, self.total = widened(console), total
         self.file = (output_dir / "metrics.jsonl").open("a")
         self.bar = Progress(
             TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
@@ -46,12 +46,13 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.bar.stop()
+        if self.console.is_terminal:
+            self.bar.stop()
         self.file.close()
 
     def say(self, text: object) -> None:
-        """Print above the bar."""
-        self.console.print(text)
+        """Print above the bar; a text as it is, since a path may hold brackets or be long."""
+        self.console.print(text, soft_wrap=isinstance(text, str), markup=False)
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Show one step and keep all its metrics."""
@@ -63,10 +64,11 @@ class RunLog:
         self.bar.update(self.task, completed=step)
 
     def evaluation(self, step: int, results: Sequence[Evaluation]) -> None:
-        """Show held-out accuracies and keep one record for each budget."""
+        """Show held-out accuracies (the last ones stand in the closing table) and keep one record for each budget."""
         for result in results:
             self.keep({"step": step, **asdict(result)})
-        self.say(evaluation_table(results, f"held out, step {step}"))
+        if step < self.total:
+            self.say(evaluation_table(results, f"held out, step {step}"))
 
     def keep(self, record: dict) -> None:
         """Append one record to metrics.jsonl, flushed: a killed run keeps what it measured. NaN is null."""

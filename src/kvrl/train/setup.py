@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -36,10 +37,16 @@ def load_policy(config: Config, task: Task, folder: Path | None) -> tuple[nn.Mod
     if config.lora is not None:
         model = add_lora(model, config, folder)
     if config.model.gradient_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        checkpoint_activations(model)
         if config.lora is not None:  # frozen embeddings have no gradient to start the recomputation from
             model.enable_input_require_grads()  # type: ignore[operator]
     return model, tokenizer
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Recompute each layer in the backward pass (under the name that this transformers has for it)."""
+    newer = getattr(model, "activation_checkpointing_enable", None)
+    (newer or model.gradient_checkpointing_enable)({"use_reentrant": False})  # type: ignore[operator]
 
 
 def tiny_tokenizer(task: Task) -> Any:
@@ -52,24 +59,76 @@ def tiny_tokenizer(task: Task) -> Any:
     return build_tiny_tokenizer(task.vocab)
 
 
-def load_model(path: str, dtype: str, *, merge: bool = False) -> tuple[nn.Module, Any]:
+def load_model(path: str, dtype: str, *, merge: bool = False, field: str = "model.path") -> tuple[nn.Module, Any]:
     """A model folder, a fetched name or a hub name, with its tokenizer. KvrlError if there is none.
 
     A folder of LoRA adapters is loaded on the base model that it names. merge: fold the adapters into the base's
-    weights, so that all of them can be trained or get new adapters (bfloat16 rounds them).
+    weights, so that all of them can be trained or get new adapters (bfloat16 rounds them). field: what a message
+    calls the path.
     """
-    folder = resolve_model(path)
+    folder = resolve_model(path, field)
+    if not Path(folder).is_dir():
+        check_hub(path, field)
+    tokenizer = load_tokenizer(path, folder, field)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
         if not (Path(folder) / "adapter_config.json").is_file():
             return AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]), tokenizer
         from peft import PeftModel
 
         base = AutoModelForCausalLM.from_pretrained(base_of_adapters(folder), dtype=DTYPES[dtype])
         model = PeftModel.from_pretrained(base, folder)
-    except OSError as error:
-        raise KvrlError(f"model.path: {path} cannot be loaded ({str(error).splitlines()[0]})") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if isinstance(error, KvrlError):
+            raise
+        raise KvrlError(
+            f"{field}: {path} cannot be loaded ({first_line(error)}); give a complete folder of a causal language "
+            "model that this version of transformers knows"
+        ) from error
     return model.merge_and_unload().requires_grad_(True) if merge else model, tokenizer
+
+
+def check_hub(path: str, field: str) -> None:
+    """Raise KvrlError, once and in one line, for a hub id that neither the hub nor its local cache gives."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    names = ("config.json", "adapter_config.json")
+    if any(isinstance(try_to_load_from_cache(path, name), str) for name in names):
+        return
+    reason = "it has neither config.json nor adapter_config.json"
+    for name in names:
+        try:
+            hf_hub_download(path, name)
+            return
+        except LocalEntryNotFoundError:
+            reason = "it cannot be reached"
+            break
+        except EntryNotFoundError:
+            continue
+        except (OSError, ValueError) as error:  # no such repository, or no right to read it
+            reason = first_line(error)
+            break
+    raise KvrlError(
+        f"{field}: {path} is no folder here, and the hub did not give it ({reason}); check the name, the network and "
+        "the login (`hf auth login`), or give a local folder"
+    )
+
+
+def load_tokenizer(path: str, folder: str, field: str) -> Any:
+    """The tokenizer of a model. KvrlError if there is none, or one that cannot be read."""
+    try:
+        return AutoTokenizer.from_pretrained(folder)
+    except Exception as error:  # a broken tokenizer.json is a bare Exception of the library's
+        raise KvrlError(
+            f"{field}: the tokenizer of {path} cannot be loaded ({first_line(error)}); give a folder that holds a "
+            "model and its tokenizer, both written by save_pretrained"
+        ) from error
+
+
+def first_line(error: Exception, limit: int = 160) -> str:
+    """The first line of a library's message, without its full stop."""
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__).rstrip(".:")
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
 
 
 def base_of_adapters(folder: str) -> str:

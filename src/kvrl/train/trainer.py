@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -248,11 +250,12 @@ def train(config: Config) -> dict[str, Any]:
     Writes metrics.jsonl, checkpoints/, model/, summary.json and reward.png to output_dir. KvrlError for a folder
     that holds another run, before anything is changed.
     """
-    from kvrl.eval.report import write_report
+    from kvrl.eval.report import widened, write_report
 
     output_dir = Path(config.output_dir)
     check_output_dir(config)
-    console = Console(highlight=False)
+    make_output_dir(output_dir)
+    console = widened(Console(highlight=False))
     run, done = build(config, console.print)
     prepare_output_dir(config)
     evaluations: dict[int, list[Evaluation]] = {}
@@ -284,9 +287,9 @@ def train(config: Config) -> dict[str, Any]:
 
 def check_output_dir(config: Config) -> None:
     """Raise KvrlError rather than write over another run, or into what is no folder."""
-    for path in (Path(config.output_dir), *Path(config.output_dir).parents):
-        if path.exists() and not path.is_dir():
-            raise KvrlError(f"output_dir: {path} is a file; give the path of a folder")
+    if not config.output_dir.strip():
+        raise KvrlError("output_dir: is empty; give the path of a folder, such as runs/first")
+    check_folder(Path(config.output_dir))
     occupied = (Path(config.output_dir) / "metrics.jsonl").exists()
     if occupied and config.checkpoint.resume is None and not config.overwrite_output_dir:
         raise KvrlError(
@@ -295,10 +298,27 @@ def check_output_dir(config: Config) -> None:
         )
 
 
+def check_folder(folder: Path, field: str = "output_dir") -> None:
+    """Raise KvrlError for a path that is a file or leads through one."""
+    for path in (folder, *folder.parents):
+        if os.path.exists(path) and not path.is_dir():
+            raise KvrlError(f"{field}: {path} is a file; give the path of a folder")
+
+
+def make_output_dir(folder: Path, field: str = "output_dir") -> None:
+    """Make the folder and write to it once. KvrlError if either cannot be done."""
+    check_folder(folder, field)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise KvrlError(f"{field}: {folder} cannot be written ({error.strerror}); give another folder") from None
+
+
 def prepare_output_dir(config: Config) -> None:
     """Make the folder, without what another run left in it unless that run goes on."""
     output_dir = Path(config.output_dir)
-    output_dir.mkdir(parents=True, exist_ok=True)
     if config.checkpoint.resume is None:
         for name in ("metrics.jsonl", "summary.json", "reward.png"):
             (output_dir / name).unlink(missing_ok=True)

@@ -1,0 +1,84 @@
+"""What `kvrl eval` takes from the run that a model comes from, so that it decodes as the run did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from kvrl.cache.config import CacheConfig
+from kvrl.errors import KvrlError
+from kvrl.sampler.config import SamplingConfig
+from kvrl.train.config_file import explain
+
+POLICY = "rkv"
+"""Policy of a model that comes from no run."""
+
+
+def run_of(model: str) -> dict[str, Any] | None:
+    """The configuration beside a model's folder, if it is one of a kvrl run or checkpoint."""
+    file = Path(model).expanduser().resolve().parent / "config.json"
+    if not Path(model).expanduser().is_dir() or not file.is_file():
+        return None
+    try:
+        found = json.loads(file.read_text())
+    except ValueError:
+        return None  # some other program's file
+    return found if isinstance(found, dict) and {"method", "cache", "sampling", "task"} <= found.keys() else None
+
+
+def settings_of(args: argparse.Namespace) -> tuple[CacheConfig, SamplingConfig, str | None]:
+    """Cache and sampling of `kvrl eval`, and a line that says what of them is the run's (None: nothing).
+
+    Flags win over the run, the run over the defaults. Completes `args.policy`, `args.task` and `args.task_params`.
+    """
+    run = run_of(args.model)
+    cache: dict[str, Any] = {}
+    sampling: dict[str, Any] = {}
+    taken: list[str] = []
+    if run is not None:
+        taken = _take_task(args, run["task"])
+        same_policy = args.policy in (None, run["cache"]["policy"])
+        left = {"budget", "policy"} | (set() if same_policy else {"params", "granularity"})
+        cache = {k: v for k, v in run["cache"].items() if k not in left and v not in (None, {})}
+        sampling = {k: v for k, v in run["sampling"].items() if k != "num_generations"}
+        if args.policy is None:
+            args.policy = run["cache"]["policy"]
+            taken.append(f"policy {args.policy}")
+    args.policy = args.policy or POLICY
+    flags = {k: getattr(args, k) for k in ("buffer", "window", "sinks") if getattr(args, k) is not None}
+    drawn = {k: v for k in ("temperature", "max_completion_length") if (v := getattr(args, k)) is not None}
+    taken += [f"{k} {v}" for k, v in cache.items() if k not in flags and v is not False]
+    usual = SamplingConfig().model_dump(exclude={"max_completion_length"})
+    taken += [f"{k} {v}" for k, v in sampling.items() if k not in drawn and usual.get(k, ...) != v]
+    args.task_params = args.task_params or {}
+    budgets = [budget for budget in args.budgets if budget != "full"]
+    return (
+        _checked(CacheConfig, {"budget": max(budgets, default=512), **cache, **flags, "policy": args.policy}),
+        _checked(SamplingConfig, {**sampling, **drawn}),
+        f"from the run of {args.model}: {', '.join(taken)}" if taken else None,
+    )
+
+
+def _take_task(args: argparse.Namespace, task: dict[str, Any]) -> list[str]:
+    """Fill in the task's name and parameters where no flag says them; returns what was taken."""
+    taken: list[str] = []
+    if args.benchmark is not None:
+        return taken
+    if args.task is None:
+        args.task = task["name"]
+        taken.append(f"task {args.task}")
+    if args.task_params is None and args.task == task["name"] and task["params"]:
+        args.task_params = task["params"]
+        taken.append(f"task_params {json.dumps(task['params'])}")
+    return taken
+
+
+def _checked(kind: Any, values: dict[str, Any]) -> Any:
+    try:
+        return kind(**values)
+    except ValidationError as error:
+        raise KvrlError(explain(error, kind, prefix="--")) from None

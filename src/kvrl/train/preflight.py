@@ -1,0 +1,65 @@
+"""What would end or spoil a run, told before the warm start: the model, the first prompts, the held-out ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from kvrl.attention.probe import causal_lm, prepare, probe, text_config
+from kvrl.cache.trace import num_events
+from kvrl.errors import KvrlError
+from kvrl.eval.evaluate import held_out
+from kvrl.tasks import Task
+from kvrl.train.config import Config
+from kvrl.train.data import PromptLimits, PromptStream
+
+
+def preflight(config: Config, model: nn.Module, tokenizer: Any, task: Task, say: Callable[[str], object]) -> None:
+    """Raise KvrlError for what the first step or the first evaluation would refuse, and warn of what is in vain."""
+    check_model(config, model)
+    prompts = PromptStream(
+        task, tokenizer, seed=config.seed, block=config.train.prompts_per_step * config.train.max_steps,
+        limits=PromptLimits.of(config.rollout, config.rollout_cache),
+    )  # fmt: skip
+    longest = max(len(row.ids) for row in prompts.take(config.train.prompts_per_step))
+    if config.eval.n:
+        caches = [config.cache.as_dense() if budget == "full" else config.cache.model_copy(update={"budget": budget})
+                  for budget in config.eval_budgets]  # fmt: skip
+        held_out(tokenizer, task, PromptLimits.of(config.rollout, *caches), config.eval.n, config.eval.seed)
+    for warning in warnings_of(config, model, longest):
+        say(f"warning: {warning}")
+
+
+def check_model(config: Config, model: nn.Module) -> None:
+    """Raise KvrlError for a model that cannot be replayed; it attends afterwards as it did before."""
+    before = text_config(model)._attn_implementation
+    try:
+        prepare(model)
+        probe(model)
+    except KvrlError as error:
+        raise KvrlError(f"model.path: {config.model.path} cannot be trained: {error}") from None
+    finally:
+        if text_config(model)._attn_implementation != before:
+            causal_lm(model).set_attn_implementation(before)
+
+
+def warnings_of(config: Config, model: nn.Module, prompt: int) -> list[str]:
+    """What runs, but not as it was meant, with a longest prompt of that many tokens."""
+    new, cache = config.sampling.max_completion_length, config.rollout_cache
+    length = max(prompt, config.rollout.max_prompt_length or 0) + new
+    out = []
+    if not cache.is_dense and num_events(length - 1, cache.budget, cache.buffer) == 0:
+        out.append(
+            f"cache.budget + cache.buffer: {cache.budget} + {cache.buffer} entries hold the longest sequence "
+            f"({length - new} prompt tokens + sampling.max_completion_length {new}), so nothing will be evicted; "
+            "lower cache.buffer or cache.budget, or set method to dense"
+        )
+    trained = getattr(text_config(model), "max_position_embeddings", None)
+    if trained is not None and length > trained:
+        out.append(
+            f"sampling.max_completion_length: {new} after {length - new} prompt tokens is over the {trained} positions "
+            f"that the model was made for; expect poor text beyond, or lower it to at most {max(1, trained - prompt)}"
+        )
+    return out

@@ -1,0 +1,68 @@
+"""What the figures say: whole steps, the same words in both, no legend entry without its line."""
+
+from __future__ import annotations
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import pytest
+
+from kvrl.eval import outcome_plot, report, variance_plot
+from kvrl.eval.outcome_plot import Line
+from kvrl.eval.study import Outcome, Study
+from kvrl.eval.study_report import line_of
+from kvrl.eval.variance import Spread
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were drawn, kept open."""
+    monkeypatch.setattr(plt, "close", lambda figure: None)
+    yield lambda: [plt.figure(n) for n in plt.get_fignums()]
+    monkeypatch.undo()
+    plt.close("all")
+
+
+def texts(axes) -> list[str]:
+    return [text.get_text() for text in axes.get_legend().get_texts()]
+
+
+def test_full_cache_rollouts_are_dashed_and_said_to_be_so(tmp_path, figures):
+    lines = [
+        Line("dense", [[0.1, 0.2]], [0.3], [0.9], full_cache_rollouts=True),
+        Line("naive", [[0.1, 0.2]], [0.3], [0.4]),
+    ]
+    outcome_plot.plot(tmp_path / "p.png", lines)
+    left, right = figures()[0].axes
+    assert texts(left) == ["dense (full-cache rollouts)", "naive"]
+    assert texts(right) == ["compressed decoding", "full-cache decoding"]
+    assert {line.get_color(): line.get_linestyle() for line in left.lines} == {"C0": "--", "C1": "-"}
+    means = [(line.get_xdata()[0], line.get_ydata()[0]) for line in right.lines if line.get_markersize() == 10]
+    assert means == [(-0.12, 0.3), (0.12, 0.9), (0.88, 0.3), (1.12, 0.4)]
+    figures()[0].canvas.draw()
+    assert all(tick == int(tick) for tick in left.get_xticks())
+
+
+def test_short_runs_have_whole_steps(tmp_path, figures):
+    report.plot_reward(tmp_path / "p.png", {"reward": [0.1, 0.2]}, [{"budget": "8", "step": 0, "accuracy": 0.1}])
+    (axes,) = figures()[0].axes
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+
+
+def test_a_study_knows_which_variant_keeps_everything():
+    study = Study(
+        title="t", base="b.yaml", seeds=[0], overrides={"method": "dense"},
+        variants={"all": {}, "few": {"overrides": {"method": "naive"}}},
+    )  # fmt: skip
+    result = {"outcomes": {0: Outcome(0.1, 0.2, 0.3, 0.4, [{"reward": 0.5}])}}
+    assert line_of(study, "all", result) == Line("all", [[0.5]], [0.1], [0.2], full_cache_rollouts=True)
+    assert line_of(study, "few", result) == Line("few", [[0.5]], [0.1], [0.2], full_cache_rollouts=False)
+
+
+@pytest.mark.parametrize(("bound", "drawn"), [(1.5, True), (None, False)])
+def test_the_bound_is_in_the_legend_only_if_it_is_drawn(tmp_path, figures, bound, drawn):
+    figure = {"length": 8, "mean": 0.0, "std": 1.0, "max_abs": 1.0, "ess_share": 0.5, "d": 0.1}
+    rows = [Spread(learner=name, log10_bound=bound, **figure) for name in ("dense", "replay", "floor")]
+    variance_plot.plot(tmp_path / "p.png", rows, "title", 4)
+    assert any("(1+d)" in text for text in texts(figures()[0].axes[1])) == drawn

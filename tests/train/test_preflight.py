@@ -1,0 +1,154 @@
+"""What would end a run is told before its warm start, and folders that hold no usable model in one line."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from transformers import AutoTokenizer, BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import kvrl
+from kvrl.errors import KvrlError
+from kvrl.models.tiny import build_tiny_tokenizer, make_tiny
+from kvrl.tasks import get_task
+from kvrl.train import run as run_module
+from kvrl.train.preflight import check_model, warnings_of
+from kvrl.train.run import build, make_start
+from kvrl.train.setup import load_model, load_policy
+from kvrl.train.trainer import check_output_dir, make_output_dir, train
+from runs import make_config
+
+VOCAB = get_task("recurrence").vocab
+
+
+@pytest.fixture
+def no_warm_start(monkeypatch):
+    monkeypatch.setattr(run_module, "supervise", lambda *_: pytest.fail("the warm start ran"))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"rollout": {"max_prompt_length": 2}}, "prompt 0: rollout.max_prompt_length: 2 is below the prompt's"),
+    ({"cache": {"protect_prompt": True, "budget": 6, "sinks": 0}, "method": "dense", "eval": {"n": 2}},
+     "held-out problem 0: cache.budget: 6 is below"),
+])  # fmt: skip
+def test_prompts_over_the_limits(tmp_path, no_warm_start, changes, message):
+    for make in (lambda c: build(c, print), lambda c: make_start(c, tmp_path / "start", print)):
+        with pytest.raises(KvrlError, match=message):
+            make(make_config(tmp_path / "out", **changes))
+
+
+def test_models_that_cannot_be_replayed(tmp_path, no_warm_start):
+    tokenizer = build_tiny_tokenizer(VOCAB)
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2,
+             "intermediate_size": 32}  # fmt: skip
+    BertLMHeadModel(BertConfig(**shape, is_decoder=True)).save_pretrained(tmp_path / "bert")
+    LlamaForCausalLM(LlamaConfig(**shape, attention_dropout=0.1)).save_pretrained(tmp_path / "llama")
+    for name in ("bert", "llama"):
+        tokenizer.save_pretrained(tmp_path / name)
+        with pytest.raises(KvrlError, match=rf"model.path: .*{name} cannot be trained: .*dropout"):
+            build(make_config(tmp_path / "out", model={"path": str(tmp_path / name)}), print)
+
+
+def test_the_checked_model_attends_as_before(tmp_path):
+    config = make_config(tmp_path)
+    model, _ = load_policy(config, get_task("recurrence"), None)
+    before = model.config._attn_implementation
+    check_model(config, model)
+    assert model.config._attn_implementation == before == "sdpa"
+
+
+def test_warnings_by_hand(tmp_path):
+    def told(prompt: int, **changes) -> list[str]:
+        config = make_config(tmp_path, **changes)
+        return warnings_of(config, load_policy(config, get_task("recurrence"), None)[0], prompt)
+
+    # 12 + 6 entries are full with the 18th token forwarded; the last of a sequence is never forwarded
+    assert told(8, sampling={"max_completion_length": 11}) == []
+    (line,) = told(8, sampling={"max_completion_length": 10})
+    assert line.startswith("cache.budget + cache.buffer: 12 + 6 entries hold the longest sequence (8 prompt tokens + ")
+    assert told(8, sampling={"max_completion_length": 10}, method="dense") == []
+    # the tiny model has 512 positions
+    assert told(12, sampling={"max_completion_length": 500}) == []
+    (line,) = told(13, sampling={"max_completion_length": 500})
+    assert line.startswith("sampling.max_completion_length: 500 after 13 prompt tokens is over the 512 positions")
+    assert line.endswith("at most 499")
+
+
+def test_a_run_warns_before_its_warm_start(tmp_path):
+    said: list[str] = []
+    build(make_config(tmp_path, cache={"buffer": 600}), said.append)
+    assert said[0].startswith("warning: cache.budget + cache.buffer: 12 + 600") and "warm start" in said[1]
+
+
+def test_a_runs_folder_is_told_from_its_models(tmp_path):
+    config = make_config(tmp_path / "run")
+    make_output_dir(tmp_path / "run")
+    (tmp_path / "run" / "config.json").write_text(config.model_dump_json())
+    with pytest.raises(KvrlError, match=r"MODEL: .*run is a run of kvrl that has no model yet; give .*step-N/model"):
+        load_model(str(tmp_path / "run"), "float32", field="MODEL")
+    make_tiny(tmp_path / "run" / "model", VOCAB, 0)
+    with pytest.raises(KvrlError, match=r"model.path: .*run is a run of kvrl; its model is .*run/model$"):
+        load_model(str(tmp_path / "run"), "float32")
+
+
+def break_weights(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+
+
+def break_type(folder):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "model_type": "unheard_of"}))
+
+
+def break_tokenizer(folder):
+    (folder / "tokenizer.json").write_text("{")
+
+
+def remove_tokenizer(folder):
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+
+
+def break_shape(folder):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 32}))
+
+
+@pytest.mark.parametrize("spoil", [break_weights, break_type, break_tokenizer, remove_tokenizer, break_shape])
+def test_a_broken_folder_is_told_in_one_line(tmp_path, spoil):
+    folder = make_tiny(tmp_path / "m", VOCAB, 0)
+    spoil(folder)
+    with pytest.raises(KvrlError, match=r"^model\.path: .*cannot be loaded \(.+\); give ") as caught:
+        load_model(str(folder), "float32")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unreachable_hub_is_one_line(monkeypatch):
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def unreachable(*_):
+        raise LocalEntryNotFoundError("many\nlines")
+
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", unreachable)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_: pytest.fail("asked again"))
+    with pytest.raises(KvrlError, match=r"nobody/nothing is no folder here, and the hub did not give it \(it cannot"):
+        load_model("nobody/nothing", "float32")
+
+
+def test_an_output_dir_that_cannot_be_made_is_told_before_the_model(tmp_path, no_warm_start):
+    with pytest.raises(KvrlError, match=r"output_dir: /proc/foo cannot be written \(.+\); give another folder"):
+        train(make_config("/proc/foo"))
+    with pytest.raises(KvrlError, match="output_dir: is empty"):
+        check_output_dir(make_config(""))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvrlError, match="--output_dir: .*file is a file"):
+        make_output_dir(tmp_path / "file" / "x", "--output_dir")
+
+
+def test_a_single_rollout_is_not_a_list(tmp_path):
+    run, _ = build(make_config(tmp_path, warm_start=None), print)
+    (one,) = kvrl.rollout(run.model, [[1, 5, 6]], cache=run.config.cache,
+                          sampling=kvrl.SamplingConfig(max_completion_length=4))  # fmt: skip
+    with pytest.raises(KvrlError, match=r"rollouts: is a single Rollout; give a list of them"):
+        kvrl.logprobs(run.model, one)
