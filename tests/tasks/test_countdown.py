@@ -185,7 +185,7 @@ def test_text_of_a_completion_is_never_run():
 
 def test_demonstrations_try_no_more_pairs_than_allowed():
     def tries(**params):
-        texts = [text for _, text in Countdown(min_numbers=5, max_numbers=5, **params).demonstrations(200, seed=0)]
+        texts = [text for _, text in Countdown(**params).demonstrations(200, seed=0)]
         return max(len(re.findall(r"\d+ \+ \d+ = \d+ [xy]", text)) for text in texts)
 
     assert tries() == 8
@@ -226,12 +226,12 @@ def test_rows_and_demonstrations_depend_on_the_seed_alone():
     ("params", "message"),
     [
         ({"min_numbers": 1}, "task.params.min_numbers: 1 is below the minimum 2; raise it to at least 2"),
-        ({"min_numbers": 9}, r"task.params.min_numbers: 9 is above max_numbers \(4\); lower it or raise max_numbers"),
+        ({"min_numbers": 9}, r"task.params.min_numbers: 9 is above max_numbers \(5\); lower it or raise max_numbers"),
         ({"min_value": 10}, r"task.params.min_value: 10 is above max_value \(9\)"),
         ({"min_target": 99}, r"task.params.min_target: 99 is above max_target \(20\)"),
         (
             {"min_target": 90, "max_target": 95},
-            "task.params.max_target: 2000 draws of 4 to 4 numbers gave no target from",
+            "task.params.max_target: 2000 draws of 5 to 5 numbers gave no target from",
         ),
         ({"operators": "+"}, "task.params.operators: "),
         ({"max_tries": 0}, "task.params.max_tries: 0 is below the minimum 1"),

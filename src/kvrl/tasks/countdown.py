@@ -45,9 +45,9 @@ class Countdown(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
     name: ClassVar[str] = "countdown"
 
-    min_numbers: int = Field(4, ge=2)
+    min_numbers: int = Field(5, ge=2)
     """Least count of numbers."""
-    max_numbers: int = Field(4, ge=2)
+    max_numbers: int = Field(5, ge=2)
     """Largest count of numbers: the dial. Each number more doubles the search, or more than that with `*` and `/`."""
     min_value: int = Field(1, ge=1)
     """Least number."""

@@ -48,10 +48,13 @@ def make_policy(cache: CacheConfig) -> Policy | None:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         where = "cache" if field in common else "cache.params"
-        known = ", ".join(sorted(set(cls.model_fields) - set(common))) or "none"
-        raise KvrlError(
-            f"{where}.{field}: {first['input']!r}: {first['msg']} (parameters of {cls.name}: {known})"
-        ) from None
+        known = sorted(set(cls.model_fields) - set(common))
+        if first["type"] == "extra_forbidden":
+            near = difflib.get_close_matches(field, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+            raise KvrlError(f"{where}.{field}: is no parameter of {cls.name}; {hint}") from None
+        what = first["msg"].removeprefix("Input should be ")
+        raise KvrlError(f"{where}.{field}: {first['input']!r} is refused; it should be {what}") from None
     for name in ("kernel", "prompt_kernel"):
         if getattr(policy, name, 1) % 2 == 0:
             raise KvrlError(
