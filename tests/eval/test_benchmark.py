@@ -108,6 +108,7 @@ def test_every_set_counts_alike_in_the_mean():
 
 
 def test_the_command_prints_each_set_under_each_budget(folder, capsys, monkeypatch):
+    pytest.importorskip("math_verify")
     make_tiny(folder / "model", ["a", "1"], 0)
     extra = [{"problem": f"a {i}", "answer": "1"} for i in range(3)]
     (folder / "math500.jsonl").write_text("".join(json.dumps(row) + "\n" for row in extra))

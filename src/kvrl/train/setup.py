@@ -117,6 +117,8 @@ def check_hub(path: str, field: str) -> None:
 def load_tokenizer(path: str, folder: str, field: str) -> Any:
     """The tokenizer of a model. KvrlError if there is none, or one that cannot be read."""
     try:
+        if Path(folder).is_dir() and not any(Path(folder).glob("*token*")):
+            raise FileNotFoundError("the folder has none")  # transformers 5.2 would make an empty one
         return AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # a broken tokenizer.json is a bare Exception of the library's
         raise KvrlError(
