@@ -89,6 +89,15 @@ def test_searches_with_all_operators_by_hand():
         "48 + 4 = 52 6 + 2 = 8 x 6 - 2 = 4 x 6 * 2 = 12 x 6 / 2 = 3 x "
         "48 / 4 = 12 6 + 2 = 8 x 6 - 2 = 4 x 6 * 2 = 12 y > 4 * ( 6 * 2 )"
     )
+    pair = "1 + 2 = 3 x 2 - 1 = 1 x 1 * 2 = 2 x 2 / 1 = 2 x"
+    assert search(2, [1, 2, 6], operators="+-*/") == (
+        f"2 + 6 = 8 {pair} 6 - 2 = 4 {pair} 2 * 6 = 12 {pair} 6 / 2 = 3 1 + 2 = 3 y > 6 / ( 1 + 2 )"
+    )
+    # the largest number that a search of this task may reach is 28
+    assert search(19, [4, 7, 9], operators="+-*", min_numbers=3, max_numbers=3, max_target=19) == (
+        "19 - 9 = 10 4 + 7 = 11 x 7 - 4 = 3 x 4 * 7 = 28 x "
+        "19 + 9 = 28 4 + 7 = 11 x 7 - 4 = 3 x 4 * 7 = 28 y > - 9 + ( 4 * 7 )"
+    )
     # 7 / 5 is no whole number, and 7 * 5 is above 29, the largest number that a search of this task may reach
     assert search(3, [7, 5, 4], operators="+-*/", min_numbers=3, max_numbers=3) == (
         "3 + 4 = 7 7 + 5 = 12 x 7 - 5 = 2 x 4 - 3 = 1 7 + 5 = 12 x 7 - 5 = 2 x 3 * 4 = 12 7 + 5 = 12 y > ( 7 + 5 ) / 4"
