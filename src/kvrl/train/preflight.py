@@ -39,7 +39,8 @@ def check_model(config: Config, model: nn.Module) -> None:
         prepare(model)
         probe(model)
     except KvrlError as error:
-        raise KvrlError(f"model.path: {config.model.path} cannot be trained: {error}") from None
+        reason = str(error).removeprefix("model: ")
+        raise KvrlError(f"model.path: {config.model.path} cannot be trained: {reason}") from None
     finally:
         if text_config(model)._attn_implementation != before:
             causal_lm(model).set_attn_implementation(before)
