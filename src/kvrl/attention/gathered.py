@@ -63,11 +63,13 @@ class _Gathered(torch.autograd.Function):
         grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (keys, values))
         grad_s = None if s_aux is None else torch.zeros_like(s_aux)
         for part in _parts(q, index):
-            given = [q[part], _take(keys, index[part]), _take(values, index[part]), s_aux]
-            leaves = [None if x is None else x.detach().requires_grad_() for x in given]
+            given = (q[part], _take(keys, index[part]), _take(values, index[part]))
+            own_q, own_k, own_v = (x.detach().requires_grad_() for x in given)
+            sinks = None if s_aux is None else s_aux.detach().requires_grad_()
             with torch.enable_grad():
-                out = attend(*leaves[:3], _of(visible, part), s_aux=leaves[3], **ctx.kernel)
-            found = torch.autograd.grad(out, [x for x in leaves if x is not None], grad[part])
+                out = attend(own_q, own_k, own_v, _of(visible, part), s_aux=sinks, **ctx.kernel)
+            leaves = [own_q, own_k, own_v] + ([] if sinks is None else [sinks])
+            found = torch.autograd.grad(out, leaves, grad[part])
             grad_q[part] = found[0]
             at = index[part].flatten().long()[:, None].expand(-1, q.shape[-1])
             for total, one in ((grad_k, found[1]), (grad_v, found[2])):
