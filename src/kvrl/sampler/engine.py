@@ -24,6 +24,7 @@ from kvrl.cache.trace import KVTrace, num_events, occupancy
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, decoder
 from kvrl.native.decode_attention import supported
+from kvrl.native.layer import native_trunk
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.decode_graph import DecodeGraph
 from kvrl.sampler.request import Continue, Progress, Prompt, Request
@@ -145,6 +146,7 @@ class Engine:
         with self._sampling_mode() as routing:
             self.routing = routing
             self.head = Head(self.model).frozen(native=self.native)
+            self.trunk = native_trunk(self.model, self.spec) if self.native and routing is None else None
             self.decode = self._decode_step(captured=self.cuda_graphs and routing is None)
             staged: Prompt | None = None
             steps = tokens = 0
@@ -211,6 +213,8 @@ class Engine:
         def decode(inputs: Tensor) -> Tensor:
             ids, position, slots_at = inputs
             context = DecodeContext(self.slots, position, slots_at, native=self.native)
+            if self.trunk is not None:
+                return self.head(self.trunk(ids, position, context)[:, -1])
             return self.head(self._forward(ids[:, None], position[:, None], context)[:, -1])
 
         return DecodeGraph(decode, self.num_slots, self.device) if captured else decode
