@@ -124,6 +124,19 @@ def adapted(lm):
     decoder(lm).layers[0].mlp.up_proj = new
 
 
+def wrapped_norm(lm):
+    class Wrapper(nn.Module):
+        def __init__(self, norm):
+            super().__init__()
+            self.base_layer, self.variance_epsilon = norm, norm.variance_epsilon
+
+        def forward(self, x):
+            return self.base_layer(x)
+
+    layer = decoder(lm).layers[1]
+    layer.input_layernorm = Wrapper(layer.input_layernorm)
+
+
 def mixed(lm):
     decoder(lm).layers[1].input_layernorm.to(torch.float64)
 
@@ -138,7 +151,7 @@ def scaled(lm):
     attn.forward = lambda *args, **kwargs: (1.1 * (out := forward(*args, **kwargs))[0], *out[1:])
 
 
-@pytest.mark.parametrize("change", [hooked, with_bias, adapted, mixed, other_activation, scaled])
+@pytest.mark.parametrize("change", [hooked, with_bias, adapted, wrapped_norm, mixed, other_activation, scaled])
 def test_a_changed_model_keeps_its_modules(change):
     lm = build()
     spec = probe(lm)

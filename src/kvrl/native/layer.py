@@ -58,7 +58,8 @@ class NativeTrunk:
     def __init__(self, model: nn.Module, spec: ModelSpec) -> None:
         library = load("layer")
         assert library is not None
-        self.library, self.spec, self.trunk = library, spec, decoder(model)
+        self.library, self.spec = library, spec
+        self.trunk: Any = decoder(model)
         self.dtype = next(model.parameters()).dtype
         self.bfloat16 = int(self.dtype == torch.bfloat16)
         self.feed = self.trunk.layers[0].mlp.gate_proj.weight.shape[0]
@@ -136,31 +137,47 @@ def native_trunk(model: nn.Module, spec: ModelSpec) -> NativeTrunk | None:
 
 def _fits(model: nn.Module, spec: ModelSpec) -> bool:
     """Whether the modules are those of the families, of sizes that the kernels take; compiles the kernels."""
-    trunk, config = decoder(model), text_config(model)
-    parameter = next(model.parameters())
+    trunk: Any = decoder(model)
+    config = text_config(model)
+    parameter = next(trunk.parameters())
     dtype = parameter.dtype
     if config.model_type not in FAMILIES or parameter.device.type != "cpu" or dtype not in _TOLERANCE:
         return False
     if torch.is_autocast_enabled("cpu") or type(trunk.embed_tokens) is not nn.Embedding or spec.head_dim % LANES:
         return False
-    modules = list(trunk.modules())
-    if any(m._forward_hooks or m._forward_pre_hooks for m in modules):
+    if any(m._forward_hooks or m._forward_pre_hooks for m in trunk.modules()) or not _is_norm(trunk.norm):
         return False
-    leaves = [m for m in modules if next(m.children(), None) is None]
-    plain = all(type(m) in (nn.Linear, nn.Embedding) or not list(m.parameters()) or _is_norm(m) for m in leaves)
-    linear = [m for m in leaves if type(m) is nn.Linear]
-    sized = all(not x % LANES for m in linear for x in m.weight.shape)
-    same = all(p.dtype == dtype for p in trunk.parameters())
-    biases = all(m.bias is None for layer in trunk.layers for m in (layer.self_attn.o_proj, *layer.mlp.children())
-                 if type(m) is nn.Linear)  # fmt: skip
-    if not (plain and sized and same and biases and len(linear) == 7 * len(trunk.layers)):
+    if any(p.dtype != dtype for p in trunk.parameters()) or not all(map(_is_plain, trunk.layers)):
         return False
     library = load("layer")
     return library is not None and bool(library.kvrl_layer_exists(int(dtype == torch.bfloat16)))
 
 
+_PARTS = {  # of a layer: attention may also have q_norm and k_norm
+    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    "self_attn": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "mlp": {"gate_proj", "up_proj", "down_proj", "act_fn"},
+}
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    """Whether a layer is made of the parts that the kernels stand for, and of nothing around them."""
+    children = {path: dict(layer.get_submodule(path).named_children()) for path in _PARTS}
+    norms = [m for part in children.values() for name, m in part.items() if name.endswith("norm")]
+    linear = [m for part in children.values() for name, m in part.items() if name.endswith("_proj")]
+    without_bias = [m for name in ("self_attn", "mlp") for key, m in children[name].items()
+                    if key in ("o_proj", "gate_proj", "up_proj", "down_proj")]  # fmt: skip
+    return (
+        all(set(part) - {"q_norm", "k_norm"} == _PARTS[path] for path, part in children.items())
+        and all(map(_is_norm, norms))
+        and all(type(m) is nn.Linear and not any(n % LANES for n in m.weight.shape) for m in linear)
+        and all(m.bias is None for m in without_bias)
+        and not list(children["mlp"]["act_fn"].parameters())
+    )
+
+
 def _is_norm(module: nn.Module) -> bool:
-    return type(module).__name__.endswith("RMSNorm") and [n for n, _ in module.named_parameters()] == ["weight"]
+    return type(module).__name__.endswith("RMSNorm") and hasattr(module, "variance_epsilon")
 
 
 class _Mixture:
