@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class NativeTrunk:
         library = load("layer")
         assert library is not None
         self.library, self.spec = library, spec
-        self.trunk: Any = decoder(model)
+        self.trunk = cast(Any, decoder(model))
         self.dtype = next(model.parameters()).dtype
         self.bfloat16 = int(self.dtype == torch.bfloat16)
         self.feed = self.trunk.layers[0].mlp.gate_proj.weight.shape[0]
@@ -137,7 +137,7 @@ def native_trunk(model: nn.Module, spec: ModelSpec) -> NativeTrunk | None:
 
 def _fits(model: nn.Module, spec: ModelSpec) -> bool:
     """Whether the modules are those of the families, of sizes that the kernels take; compiles the kernels."""
-    trunk: Any = decoder(model)
+    trunk = cast(Any, decoder(model))
     config = text_config(model)
     parameter = next(trunk.parameters())
     dtype = parameter.dtype
