@@ -30,7 +30,9 @@ def fill(result: Result, folder: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = prepare(load_model(folder, s.dtype, merge=True, field="--model")[0].to(device)).eval()
     machine = Machine.measure(next(model.parameters()).dtype, device)
-    result.sections["machine"] = [{"bandwidth_GB_s": machine.bandwidth / 1e9, "matrix_GFLOP_s": machine.matrix_rate / 1e9}]
+    result.sections["machine"] = [
+        {"bandwidth_GB_s": machine.bandwidth / 1e9, "matrix_GFLOP_s": machine.matrix_rate / 1e9}
+    ]
     spec, cases = probe(model), make_cases(s)
     token_bytes = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * next(model.parameters()).element_size()
     slots = slots_within(model, cache, s.kv_memory, s.prompt_length + s.new_tokens)
@@ -125,7 +127,9 @@ def compare(
     for who in speeds:
         if ("check: integral", who) in totals:
             off = abs(totals["check: integral", who] / totals["check: full run", who] - 1)
-            result.figures.append(Figure(f"{who}: integral against a full run, difference", off, "", INTEGRAL, "at most"))
+            result.figures.append(
+                Figure(f"{who}: integral against a full run, difference", off, "", INTEGRAL, "at most")
+            )
 
 
 def own_figures(result: Result, points: list[Point], decoded: dict[Point, DecodeSpeed]) -> None:
@@ -133,7 +137,9 @@ def own_figures(result: Result, points: list[Point], decoded: dict[Point, Decode
     s = result.settings
     level = [decoded[p] for p in points if p.context >= s.budget + s.buffer]
     if len(level) < 2:
-        result.notes.append(f"flatness needs two contexts above budget + buffer ({s.budget + s.buffer}): see --contexts")
+        result.notes.append(
+            f"flatness needs two contexts above budget + buffer ({s.budget + s.buffer}): see --contexts"
+        )
         return
     first, last = level[0], level[-1]
     result.figures += [
@@ -144,9 +150,7 @@ def own_figures(result: Result, points: list[Point], decoded: dict[Point, Decode
     ]  # fmt: skip
 
 
-def exponents(
-    result: Result, case: Case, points: dict[str, dict[str, list[Point]]], speeds: dict[str, Speeds]
-) -> None:
+def exponents(result: Result, case: Case, points: dict[str, dict[str, list[Point]]], speeds: dict[str, Speeds]) -> None:
     """How each engine's time for a run grows with its length, over lengths that outgrow the budget."""
     s = result.settings
     ends = [c for c in case.contexts if c >= s.budget + s.buffer]

@@ -6,6 +6,7 @@ import argparse
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
+from kvrl.bench.peers import parse_peers
 from kvrl.errors import KvrlError
 
 What = Literal["rollout", "learner", "step", "memory"]
@@ -65,7 +66,12 @@ class Settings:
         defaults = replace(QUICK if args.quick else cls(), what=args.what)
         if args.what in ONCE:
             defaults = replace(defaults, repeats=1)
+        if args.what == "memory":
+            defaults = replace(defaults, completions=GROUP)
         given = {f.name: getattr(args, f.name, None) for f in fields(cls)}
+        for name in ("contexts", "lengths"):
+            given[name] = given[name] and tuple(given[name])
+        given["peers"] = given["peers"] and parse_peers(given["peers"])
         settings = replace(defaults, **{name: value for name, value in given.items() if value is not None})
         settings.check()
         return settings

