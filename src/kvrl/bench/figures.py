@@ -68,5 +68,5 @@ def fitted_exponent(lengths: Sequence[float], seconds: Sequence[float]) -> float
 
 
 def dense_sequences(token_bytes: int, kv_bytes: int, tokens: int) -> int:
-    """Sequences of so many tokens whose full cache fits into kv_bytes, one at least. token_bytes: K and V of a token."""
+    """Sequences of `tokens` whose full cache fits into kv_bytes, one at least. token_bytes: K and V of one token."""
     return max(1, kv_bytes // (token_bytes * tokens))

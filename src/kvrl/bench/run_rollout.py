@@ -30,9 +30,8 @@ def fill(result: Result, folder: str) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = prepare(load_model(folder, s.dtype, merge=True, field="--model")[0].to(device)).eval()
     machine = Machine.measure(next(model.parameters()).dtype, device)
-    result.sections["machine"] = [
-        {"bandwidth_GB_s": machine.bandwidth / 1e9, "matrix_GFLOP_s": machine.matrix_rate / 1e9}
-    ]
+    limits = {"bandwidth_GB_s": machine.bandwidth / 1e9, "matrix_GFLOP_s": machine.matrix_rate / 1e9}
+    result.sections["machine"] = [limits]
     spec, cases = probe(model), make_cases(s)
     token_bytes = 2 * spec.num_layers * spec.kv_heads * spec.head_dim * next(model.parameters()).element_size()
     slots = slots_within(model, cache, s.kv_memory, s.prompt_length + s.new_tokens)
@@ -66,10 +65,8 @@ def wanted(points: dict[str, list[Point]]) -> list[Point]:
 
 def measured(model: torch.nn.Module, machine: Machine, cache: CacheConfig, point: Point, seed: int) -> DecodeSpeed:
     """The repeat whose speed is the median (the lower one of two)."""
-    runs = [
-        decode_speed(model, machine, cache, slots=point.sequences, context=point.context, steps=point.steps, seed=seed + i)
-        for i in range(point.repeats)
-    ]  # fmt: skip
+    size = {"slots": point.sequences, "context": point.context, "steps": point.steps}
+    runs = [decode_speed(model, machine, cache, **size, seed=seed + i) for i in range(point.repeats)]
     return sorted(runs, key=lambda run: run.tokens_per_second)[(len(runs) - 1) // 2]
 
 
@@ -138,7 +135,7 @@ def own_figures(result: Result, points: list[Point], decoded: dict[Point, Decode
     level = [decoded[p] for p in points if p.context >= s.budget + s.buffer]
     if len(level) < 2:
         result.notes.append(
-            f"flatness needs two contexts above budget + buffer ({s.budget + s.buffer}): see --contexts"
+            f"--contexts: flatness needs two lengths of at least budget + buffer ({s.budget + s.buffer})"
         )
         return
     first, last = level[0], level[-1]

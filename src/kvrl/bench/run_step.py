@@ -29,9 +29,8 @@ def fill(result: Result, folder: str) -> None:
         figure = f"one step, {s.completions} completions of {s.completion_length:,} tokens: kvrl faster than {peer}"
         result.figures.append(Figure(figure, ratio(taken, seconds), bar=FASTER))
     share = statistics.median(c.trace_share for c in costs)
-    result.figures.append(
-        Figure("recording and carrying the trace, share of a step", share, "", TRACE_SHARE, "at most")
-    )
+    name = "recording and carrying the trace, share of a step"
+    result.figures.append(Figure(name, share, "", TRACE_SHARE, "at most"))
 
 
 def peer_step(result: Result, name: str, folder: str) -> float | None:

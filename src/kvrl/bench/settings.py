@@ -62,7 +62,7 @@ class Settings:
 
     @classmethod
     def of(cls, args: argparse.Namespace) -> Settings:
-        """The defaults of the benchmark, or those of --quick, under the flags that were given. KvrlError for bad ones."""
+        """The benchmark's defaults, or those of --quick, under the flags that were given. KvrlError for bad sizes."""
         defaults = replace(QUICK if args.quick else cls(), what=args.what)
         if args.what in ONCE:
             defaults = replace(defaults, repeats=1)
@@ -81,9 +81,9 @@ class Settings:
         if self.what == "rollout" and len(self.contexts) < 2:
             raise KvrlError(f"--contexts: {self.contexts[0]} alone gives no slope; give two lengths or more")
         if self.what == "rollout" and self.contexts[0] > self.prompt_length + self.new_tokens:
+            end = self.prompt_length + self.new_tokens
             raise KvrlError(
-                f"--contexts: {self.contexts[0]} is beyond the end of the run at {self.prompt_length + self.new_tokens} "
-                "tokens; lower it or raise --new_tokens"
+                f"--contexts: {self.contexts[0]} is beyond the run's end at {end} tokens; lower it or raise --new_tokens"
             )
         if self.what == "learner" and (self.lengths[0] <= self.prompt_length or len(self.lengths) < 2):
             raise KvrlError(
