@@ -1,4 +1,4 @@
-"""`kvrl bench` from end to end with everything small: the shape of what it prints, and its mistakes. Nothing is timed."""
+"""`kvrl bench` from end to end with everything small: what it prints, and its mistakes. No figure is judged."""
 
 from __future__ import annotations
 
