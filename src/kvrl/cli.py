@@ -441,7 +441,8 @@ def _plan(args: argparse.Namespace) -> None:
 def _bench(args: argparse.Namespace) -> None:
     from kvrl.bench.command import run_bench
 
-    run_bench(args)
+    with _flags_for_fields():
+        run_bench(args)
 
 
 def _policies(args: argparse.Namespace) -> None:

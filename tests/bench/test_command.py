@@ -164,7 +164,7 @@ def test_drivers_are_there():
     (["rollout", "--kv_memory", "2"], "'2' is no size"),
     (["rollout", "--quick", "--policy", "lru"], "lru"),
     (["rollout", "--quick", "--budget", "4"], "4 is below"),
-    (["learner", "--quick", "--budget", "4"], "4 is below"),
+    (["step", "--quick", "--budget", "4"], "4 is below"),
     (["memory", "--quick", "--tokens", "30"], "--tokens: 30 fit into"),
     (["step", "--quick", "--completions", "9"], "--completions: 9"),
     (["rollout", "--model", "no-such-model"], "--model: 'no-such-model'"),

@@ -13,6 +13,8 @@ from kvrl.bench import run_learner, run_memory, run_rollout, run_step
 from kvrl.bench.machine import versions
 from kvrl.bench.result import Result
 from kvrl.bench.settings import Settings
+from kvrl.cache.config import CacheConfig
+from kvrl.cache.policies import make_policy
 from kvrl.models.fetch import resolve_model
 from kvrl.models.tiny import make_tiny
 from kvrl.tasks.recurrence import Recurrence
@@ -28,6 +30,7 @@ BENCHMARKS: dict[str, Callable[[Result, str], None]] = {
 def run_bench(args: argparse.Namespace) -> None:
     """`kvrl bench WHAT`: tables and figures beside their bars, or JSON alone. A missed bar is no error."""
     settings = Settings.of(args)
+    make_policy(CacheConfig(policy=settings.policy, budget=settings.budget, buffer=settings.buffer))
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     with model_folder(settings.model, settings.seed) as folder:

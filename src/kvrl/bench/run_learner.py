@@ -5,8 +5,6 @@ from __future__ import annotations
 from kvrl.bench.figures import Figure, fitted_exponent
 from kvrl.bench.learner import LearnerCost, learner_cost
 from kvrl.bench.result import Result
-from kvrl.cache.config import CacheConfig
-from kvrl.cache.policies import make_policy
 from kvrl.views import View
 
 EXPONENT = 1.1
@@ -18,7 +16,6 @@ VIEWS: tuple[View, ...] = ("sparse", "dense")
 def fill(result: Result, folder: str) -> None:
     """Measure both views at each length, each in a process of its own."""
     s = result.settings
-    make_policy(CacheConfig(policy=s.policy, budget=s.budget, buffer=s.buffer))
     costs: dict[tuple[View, int], LearnerCost] = {}
     rows = result.sections["learner, forward and backward of one sequence"] = []
     for tokens in s.lengths:

@@ -8,8 +8,6 @@ from kvrl.bench.figures import Figure, ratio
 from kvrl.bench.memory import RolloutMemory, rollout_memory
 from kvrl.bench.result import Result
 from kvrl.bench.step import step_costs
-from kvrl.cache.config import CacheConfig
-from kvrl.cache.policies import make_policy
 
 KV_SHARE, PEAK_FALL, TRACE_BYTES, TRACE_SHARE = 1 / 12, 0.95, 2.0, 0.01
 
@@ -17,7 +15,6 @@ KV_SHARE, PEAK_FALL, TRACE_BYTES, TRACE_SHARE = 1 / 12, 0.95, 2.0, 0.01
 def fill(result: Result, folder: str) -> None:
     """Both caches in processes of their own, then a step for the share of time that the trace takes."""
     s = result.settings
-    make_policy(CacheConfig(policy=s.policy, budget=s.budget, buffer=s.buffer))
     full = rollout_memory(s, folder, dense=True)
     small = rollout_memory(s, folder, dense=False)
     result.sections[f"rollout of {s.slots} sequences of {s.tokens:,} tokens"] = [

@@ -16,7 +16,6 @@ from kvrl.bench.peers import ROLLOUT_PEERS, ask
 from kvrl.bench.result import Result
 from kvrl.bench.rollout import DecodeSpeed, decode_speed, random_prompt, slots_within
 from kvrl.cache.config import CacheConfig
-from kvrl.cache.policies import make_policy
 from kvrl.train.setup import load_model
 
 ROOFLINE, FLATNESS, EXPONENT, INTEGRAL = 1.6, 0.95, 1.1, 0.05
@@ -26,10 +25,9 @@ def fill(result: Result, folder: str) -> None:
     """Measure kvrl, then each peer, and compare."""
     s = result.settings
     cache = CacheConfig(policy=s.policy, budget=s.budget, buffer=s.buffer)
-    make_policy(cache)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = prepare(load_model(folder, s.dtype, merge=True, field="--model")[0].to(device)).eval()
-    machine = Machine.measure(next(model.parameters()).dtype, device)
+    machine = Machine.measure(next(model.parameters()).dtype, device, floats=s.read_floats, side=s.matrix_side)
     limits = {"bandwidth_GB_s": machine.bandwidth / 1e9, "matrix_GFLOP_s": machine.matrix_rate / 1e9}
     result.sections["machine"] = [limits]
     spec, cases = probe(model), make_cases(s)

@@ -49,6 +49,10 @@ class Settings:
     """rollout: decode steps of one measurement of a peer with a full cache."""
     fit: Literal["end", "each"] = "end"
     """rollout: full-cache peers get as many sequences as fit at the end, or anew at each context."""
+    read_floats: int = 128 << 20
+    """rollout: numbers that are read to measure the bandwidth."""
+    matrix_side: int = 4096
+    """rollout: of the matrices that are multiplied to measure the matrix rate."""
     lengths: tuple[int, ...] = (2048, 4096, 8192)
     """learner: of the sequence."""
     gradient_checkpointing: bool = False
@@ -108,6 +112,7 @@ ONCE = ("step", "memory")  # a step of full size takes minutes
 QUICK = Settings(
     model="tiny", budget=24, buffer=8, repeats=1, kv_memory=1 << 20, prompt_length=8, contexts=(8, 40, 80),
     new_tokens=90, sequences=4, fixed_tokens=40, check_tokens=32, short_tokens=6, short_sequences=4, peer_steps=4,
+    read_floats=1 << 18, matrix_side=64,
     lengths=(70, 140), completions=8, completion_length=40, tokens=256, slots=2,
 )  # fmt: skip
 """Everything small: seconds, to see that a benchmark runs. Its figures mean nothing."""
