@@ -121,7 +121,8 @@ def test_memory(capsys, in_process):
 def test_tables_name_what_was_run(capsys, in_process):
     assert main(["bench", "learner", "--quick", "--threads", "1"]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("kvrl bench learner: tiny, bfloat16\n") and "threads 1" in out
+    assert out.startswith("kvrl bench learner: tiny, bfloat16, rkv, budget 24 + buffer 8, median of 1\n")
+    assert "threads 1" in out
     assert "replay: exponent of time against length" in out and "bar: at most 1.1" in out
 
 

@@ -32,7 +32,9 @@ class Result:
     def print(self) -> None:
         """What was run, the tables, the figures beside their bars, and the notes."""
         console = widened(Console(highlight=False))
-        console.print(f"kvrl bench {self.settings.what}: {self.settings.model}, {self.settings.dtype}", soft_wrap=True)
+        s = self.settings
+        cache = f"{s.policy}, budget {s.budget} + buffer {s.buffer}"
+        console.print(f"kvrl bench {s.what}: {s.model}, {s.dtype}, {cache}, median of {s.repeats}", soft_wrap=True)
         console.print(", ".join(f"{k} {v}" for k, v in self.versions.items()), soft_wrap=True)
         for title, rows in self.sections.items():
             if rows:
