@@ -63,8 +63,11 @@ def wanted(points: dict[str, list[Point]]) -> list[Point]:
 
 def measured(model: torch.nn.Module, machine: Machine, cache: CacheConfig, point: Point, seed: int) -> DecodeSpeed:
     """The repeat whose speed is the median (the lower one of two)."""
-    size = {"slots": point.sequences, "context": point.context, "steps": point.steps}
-    runs = [decode_speed(model, machine, cache, **size, seed=seed + i) for i in range(point.repeats)]
+    n, context, steps = point.sequences, point.context, point.steps
+    runs = [
+        decode_speed(model, machine, cache, slots=n, context=context, steps=steps, seed=seed + i)
+        for i in range(point.repeats)
+    ]
     return sorted(runs, key=lambda run: run.tokens_per_second)[(len(runs) - 1) // 2]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from kvrl.bench.peers import parse_peers
 from kvrl.errors import KvrlError
@@ -72,7 +72,7 @@ class Settings:
             defaults = replace(defaults, repeats=1)
         if args.what == "memory":
             defaults = replace(defaults, completions=GROUP)
-        given = {f.name: getattr(args, f.name, None) for f in fields(cls)}
+        given: dict[str, Any] = {f.name: getattr(args, f.name, None) for f in fields(cls)}
         for name in ("contexts", "lengths"):
             given[name] = given[name] and tuple(given[name])
         given["peers"] = given["peers"] and parse_peers(given["peers"])
