@@ -75,5 +75,5 @@ def number(value: float) -> str:
 def line(figure: Figure) -> str:
     """A figure, its bar and its verdict in one line."""
     shown = "not measured" if figure.value is None else f"{number(figure.value)} {figure.unit}"
-    bar = "" if figure.bar is None else f"  bar: {figure.sense} {figure.bar:g} {figure.unit}"
+    bar = "" if figure.bar is None else f"  bar: {figure.sense} {number(figure.bar)} {figure.unit}"
     return f"{figure.name:66s} {shown:>18s}{bar}" + (f"  {figure.verdict}" if figure.verdict else "")
