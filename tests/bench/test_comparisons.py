@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers import model
-from kvrl.attention.probe import probe
+from kvrl.attention.probe import prepare, probe
 from kvrl.bench.cases import Case, Point, make_cases, points_of
 from kvrl.bench.figures import Figure
 from kvrl.bench.machine import Machine, matrix_weights
@@ -84,7 +84,8 @@ def test_flatness_and_roofline():
 
 
 def test_roofline_by_hand():
-    lm, spec = model(), probe(model())
+    lm = prepare(model())
+    spec = probe(lm)
     weights, kv = matrix_weights(lm), 2 * spec.num_layers * spec.kv_heads * spec.head_dim * 10 * 4 * 3
     slow_products = Machine(bandwidth=1e15, matrix_rate=1e3)
     assert slow_products.decode_seconds(lm, spec, 3, 10) == pytest.approx(2 * weights * 3 / 1e3)
