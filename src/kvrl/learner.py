@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -197,15 +197,16 @@ recomputed: ContextVar[bool] = ContextVar("recomputed", default=False)
 """Whether a chunk is made again, for the backward pass."""
 
 
+class _Recomputing(contextlib.AbstractContextManager[None]):
+    """Entered once for each backward pass, of which a graph may have several."""
+
+    def __enter__(self) -> None:
+        self.token = recomputed.set(True)
+
+    def __exit__(self, *error: object) -> None:
+        recomputed.reset(self.token)
+
+
 def _contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
     """What surrounds a chunk's first computation and its second."""
-    return contextlib.nullcontext(), _recomputing()
-
-
-@contextlib.contextmanager
-def _recomputing() -> Iterator[None]:
-    token = recomputed.set(True)
-    try:
-        yield
-    finally:
-        recomputed.reset(token)
+    return contextlib.nullcontext(), _Recomputing()
