@@ -74,17 +74,16 @@ def test_the_formula_of_a_llama_layer(bf16):
     assert saved.inputs == 2 * T * e * size + outside
 
 
-def test_under_a_trace_survivors_are_gathered_for_each_segment():
+def test_under_a_trace_no_gathered_key_is_kept():
     vector, heads, kv_heads = 4 * 16, 4, 2
     capacity, segments = BUDGET + BUFFER, -(-(T - BUDGET - BUFFER) // BUFFER)
     dense = T * (4 * heads * vector + 4 * heads)  # q, repeated k and v, output; a number for each query
     first = T * heads * vector + capacity * (3 * heads * vector + 4 * heads)  # q is a view of all queries
-    queries = segments * heads * BUFFER
-    later = 2 * queries * vector + 4 * queries + 2 * segments * kv_heads * capacity * vector
-    mask = 4 * 2 * BUFFER * capacity  # fp32, the group's rows under each other
-    index = 8 * kv_heads * segments * BUDGET
+    later = segments * heads * BUFFER * vector  # queries by segments; keys and values are gathered again
+    mask = BUFFER * capacity  # booleans, the same for all segments and heads
+    index = 4 * kv_heads * segments * capacity
     joined = T * heads * vector  # both parts in order, for the output projection
-    gathered_from = 2 * T * kv_heads * vector  # gather keeps k and v
+    gathered_from = 2 * T * kv_heads * vector
     lm = build("llama")
     attention = planned(lm, trace_of(lm)).layer - (planned(lm, None).layer - dense)
     assert attention == first + later + mask + index + joined + gathered_from

@@ -9,7 +9,7 @@ of A numbers together; keys and values are repeated to the query heads):
 
     fp32: 24 E + 16 A + 16 F + 4 h + 8        bf16: 16 E + 8 A + 8 F + 4 h + 8
 
-Under a trace it keeps the survivors' keys and values beside each segment's own, but repeats neither.
+Under a trace it keeps keys and values once, not repeated, and which of them each segment gathers.
 """
 
 from __future__ import annotations

@@ -99,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_study(commands)
     _add_variance(commands)
     _add_plan(commands)
+    _add_bench(commands)
     _command(commands, "policies", _policies, "list the eviction policies with papers and parameters")
     fetch = _command(commands, "fetch", _fetch, "get a model into the user's cache and print its folder")
     fetch.add_argument("name", metavar="NAME", help="smollm2-135m")
@@ -242,6 +243,51 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--memory", type=parse_bytes, default=None, help="of the device, e.g. 24GiB")
     parser.add_argument("--prompt_length", type=_positive, default=None, help="tokens of the longest prompt")
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
+
+
+def _add_bench(commands: argparse._SubParsersAction) -> None:
+    text = "measure speed and memory on this machine, beside other libraries where asked for"
+    parser = _command(commands, "bench", _bench, text)
+    kinds = parser.add_subparsers(title="benchmarks", metavar="WHAT", dest="what", required=True)
+    rollout = _bench_command(kinds, "rollout", "decoded tokens per second at equal KV memory, by length")
+    rollout.add_argument("--kv_memory", type=parse_bytes, default=None, help="for K and V (default 2GiB)")
+    text = "lengths at which speed is measured (default 64,1000,2000,4000,6000,8000)"
+    rollout.add_argument("--contexts", type=parse_lengths, default=None, help=text)
+    text = "of each sequence at equal memory (default 8000)"
+    rollout.add_argument("--new_tokens", type=_positive, default=None, help=text)
+    text = "sequences of a full cache: as many as fit at the run's end, or anew at each context (default end)"
+    rollout.add_argument("--fit", choices=("end", "each"), default=None, help=text)
+    learner = _bench_command(kinds, "learner", "forward and backward under the trace and in the dense view, by length")
+    learner.add_argument("--lengths", type=parse_lengths, default=None, help="default 2048,4096,8192")
+    step = _bench_command(kinds, "step", "one GRPO step")
+    step.add_argument("--completions", type=_positive, default=None, help="of one step, 8 to a prompt (default 32)")
+    step.add_argument("--completion_length", type=_positive, default=None, help="tokens of each (default 1024)")
+    memory = _bench_command(kinds, "memory", "KV bytes and peak memory of rollouts, bytes and time of the trace")
+    memory.add_argument("--tokens", type=_positive, default=None, help="of each sequence (default 8192)")
+    memory.add_argument("--slots", type=_positive, default=None, help="sequences (default 8)")
+    for parser in (learner, step):
+        text = "recompute activations in the backward pass"
+        parser.add_argument("--gradient_checkpointing", action="store_true", default=None, help=text)
+
+
+def _bench_command(kinds: argparse._SubParsersAction, name: str, text: str) -> argparse.ArgumentParser:
+    parser = _command(kinds, name, _bench, text)
+    parser.add_argument("--model", default=None, help="tiny, smollm2-135m, or a model folder (default smollm2-135m)")
+    parser.add_argument("--dtype", choices=DTYPES, default=None, help="of the model (default bfloat16)")
+    parser.add_argument("--threads", type=_positive, default=None, help="arithmetic threads (default PyTorch's)")
+    parser.add_argument("--policy", default=None, help="see `kvrl policies` (default rkv)")
+    parser.add_argument("--budget", type=_positive, default=None, help="KV entries kept (default 512)")
+    text = "new entries between two compactions (default 128)"
+    parser.add_argument("--buffer", type=_positive, default=None, help=text)
+    text = f"measurements whose median counts (default {1 if name in ('step', 'memory') else 3})"
+    parser.add_argument("--repeats", type=_positive, default=None, help=text)
+    if name in ("rollout", "step"):
+        text = "measure other libraries too: all, or names such as vllm,generate (see benchmarks/peers)"
+        parser.add_argument("--peers", nargs="?", const="all", default=None, metavar="NAMES", help=text)
+    parser.add_argument("--quick", action="store_true", help="everything small: shows that it runs, in seconds")
+    parser.add_argument("--seed", type=_natural, default=None, help="of prompts and sampling (default 0)")
+    parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
+    return parser
 
 
 def _add_cache_flags(parser: argparse.ArgumentParser, policy: str | None, of_run: str = "") -> None:
@@ -390,6 +436,13 @@ def _plan(args: argparse.Namespace) -> None:
     from kvrl.plan import run_plan
 
     run_plan(args)
+
+
+def _bench(args: argparse.Namespace) -> None:
+    from kvrl.bench.command import run_bench
+
+    with _flags_for_fields():
+        run_bench(args)
 
 
 def _policies(args: argparse.Namespace) -> None:

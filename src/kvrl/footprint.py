@@ -11,7 +11,7 @@ from torch import nn
 from kvrl.activations import Saved, planned_trace, saved_bytes
 from kvrl.attention.probe import ModelSpec, text_config
 from kvrl.cache.config import CacheConfig
-from kvrl.cache.memory import make_memory
+from kvrl.cache.memory import make_memory, slots_within
 from kvrl.cache.trace import KVTrace
 from kvrl.train.config import Config
 from kvrl.train.setup import DTYPES
@@ -157,6 +157,16 @@ class Footprint:
             "trace": slots.events.nbytes,
             "logits": DRAW_COPIES * slots.num_slots * self.vocabulary * FP32 + self.head_copy,
         }
+
+    def slots(self, cache: CacheConfig) -> int:
+        """Sequences that are decoded at once under a cache: as many as are wanted, or as `rollout.kv_memory` holds."""
+        limit = self.config.rollout.kv_memory
+        if limit is None:
+            return self.config.slots
+        return min(
+            self.config.slots,
+            slots_within(self.spec, cache, limit, max_tokens=self.max_tokens, dtype=self.where["dtype"]),
+        )
 
     def kv_per_slot(self, cache: CacheConfig) -> int:
         """K and V of one sequence."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -132,13 +134,14 @@ class Scorer(nn.Module):
     def in_chunks(self, func: Callable, first: Tensor, *more: Tensor | None) -> list[Tensor]:
         """func on slices of tensors [P, ...]: two results [P], differentiable.
 
-        Each slice is recomputed in the backward pass, so that no chunk's logits outlive it.
+        Each slice is recomputed in the backward pass, so that no chunk's logits outlive it; what has no gradient is
+        left out there (`recomputed`).
         """
         given, parts = (first, *more), []
         for start in range(0, max(len(first), 1), self.chunk):  # once without tokens: zeros on the model's graph
             chunk = [None if x is None else x[start : start + self.chunk] for x in given]
             grad = torch.is_grad_enabled()
-            parts.append(checkpoint(func, *chunk, use_reentrant=False) if grad else func(*chunk))
+            parts.append(checkpoint(func, *chunk, use_reentrant=False, context_fn=_contexts) if grad else func(*chunk))
         return [torch.cat(x) for x in zip(*parts, strict=True)]
 
 
@@ -179,7 +182,31 @@ def score_chunk(
     logits = head(hidden) / temperature[:, None]  # [P, V]
     chosen = logits.gather(-1, tokens[:, None])[:, 0]
     logits = restrict(logits, support)
-    logps = logits - logits.logsumexp(dim=-1, keepdim=True)
-    with torch.no_grad():
-        entropy = torch.special.entr(logps.exp()).sum(dim=-1)
-    return chosen - logits.logsumexp(dim=-1), entropy
+    total = logits.logsumexp(dim=-1)
+    return chosen - total, torch.empty_like(total) if recomputed.get() else entropy(logits.detach(), total.detach())
+
+
+def entropy(logits: Tensor, total: Tensor) -> Tensor:
+    """Nats of a distribution: logits [P, V], -inf where nothing may be drawn, and their logsumexp [P] -> [P]."""
+    logps = logits - total[:, None]
+    probs = logps.exp()
+    return -torch.linalg.vecdot(probs, logps.clamp_(min=torch.finfo(logps.dtype).min))  # 0 * -inf would be NaN
+
+
+recomputed: ContextVar[bool] = ContextVar("recomputed", default=False)
+"""Whether a chunk is made again, for the backward pass."""
+
+
+class _Recomputing(contextlib.AbstractContextManager[None]):
+    """Entered once for each backward pass, of which a graph may have several."""
+
+    def __enter__(self) -> None:
+        self.token = recomputed.set(True)
+
+    def __exit__(self, *error: object) -> None:
+        recomputed.reset(self.token)
+
+
+def _contexts() -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """What surrounds a chunk's first computation and its second."""
+    return contextlib.nullcontext(), _Recomputing()

@@ -90,7 +90,7 @@ def make_plan(config: Config, *, memory: int | None = None, prompt_length: int |
     run = Footprint(config, model, probe(model), prompt + config.sampling.max_completion_length)
     activations, cache, full = run.activations(), config.rollout_cache, config.cache.as_dense()
     phases = {
-        "rollout": run.rollout(cache, config.slots),
+        "rollout": run.rollout(cache, run.slots(cache)),
         "backward": {
             "gradients": run.gradients,
             "activations": activations["checkpointed" if config.model.gradient_checkpointing else "kept"],
@@ -102,7 +102,7 @@ def make_plan(config: Config, *, memory: int | None = None, prompt_length: int |
     if config.eval.n:
         budgets = [config.cache.model_copy(update={"budget": b}) for b in config.eval_budgets if b != "full"]
         caches = [*budgets, full] if "full" in config.eval_budgets else budgets
-        every = [run.rollout(c, min(config.slots, config.eval.n)) for c in caches]
+        every = [run.rollout(c, min(run.slots(c), config.eval.n)) for c in caches]
         phases["evaluation"] = max(every, key=lambda items: sum(items.values()))
     return Plan(
         model=config.model.path,
@@ -111,7 +111,7 @@ def make_plan(config: Config, *, memory: int | None = None, prompt_length: int |
         trainable=run.trainable,
         prompt_length=prompt,
         max_tokens=run.max_tokens,
-        slots=slot_width(config.slots),
+        slots=slot_width(run.slots(cache)),
         micro_batch=run.rows,
         resident=run.resident(),
         phases=phases,

@@ -353,3 +353,29 @@ def test_overlong_penalty_lowers_the_reward_before_groups_are_compared(tmp_path)
         assert reward.item() == pytest.approx(-min(1.0, over))
     again = Batch.build(batch.rollouts, torch.zeros(12), config)
     assert torch.equal(again.rewards, batch.rewards)
+
+
+@pytest.mark.parametrize(
+    ("changes", "forwards"),
+    [
+        ({}, 0),  # one update: the learner's own, detached
+        ({"grpo": {"num_iterations": 2}}, 0),  # the sampler's are the same
+        ({"grpo": {"num_iterations": 2, "old_logprobs": "recompute"}}, 1),
+        ({"grpo": {"num_iterations": 2}, "method": "naive"}, 1),  # the sampler's are of another view
+        ({"grpo": {"num_iterations": 2}, "model": {"dtype": "bfloat16"}}, 1),  # the sampler's have another rounding
+    ],
+)
+def test_old_logprobs_cost_a_forward_only_where_they_must(tmp_path, monkeypatch, changes, forwards):
+    noisy_rewards(monkeypatch)
+    calls, real = [], trainer.score_all
+    monkeypatch.setattr(trainer, "score_all", lambda *args: calls.append(1) or real(*args))
+    run, _ = build(make_config(tmp_path, warm_start=None, **changes), lambda text: None)
+    batch, _ = collect(run)
+    views = trainer.fixed_views(run, batch)
+    assert len(calls) == forwards
+    if run.config.updates == 1:
+        assert views.old is None
+    elif forwards == 0:
+        assert torch.equal(views.old, views.sampler)
+    else:
+        assert not torch.equal(views.old, views.sampler)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from kvrl.attention.gathered import attend_gathered
 from kvrl.attention.kernels import attend
 from kvrl.attention.seam import AttentionCall
 from kvrl.cache.trace import KVTrace
@@ -108,33 +109,27 @@ def _later_segments(call: AttentionCall, plan: Plan) -> Tensor:
     heads, budget, buffer, capacity = call.k.shape[1], plan.budget, plan.buffer, plan.capacity
     count = -(-(length - capacity) // buffer)
     fill = count * buffer - (length - capacity)
-    kept = plan.survivors[call.layer].long()  # [B, H, E, budget]
+    kept = plan.survivors[call.layer]  # [B, H, E, budget]
     if kept.shape[2] < count:  # queries after the last eviction on record are padding, or the last token's
         kept = torch.cat([kept, kept[:, :, -1:].expand(-1, -1, count - kept.shape[2], -1)], dim=2)
     kept = kept[:, :, :count]
 
-    def split(x: Tensor) -> Tensor:
-        """[B, h, T, D] -> [B, h, count, buffer, D] of the tokens after the first segment."""
-        return F.pad(x[:, :, capacity:], (0, 0, 0, fill)).view(batch, -1, count, buffer, d)
-
-    def gather(x: Tensor) -> Tensor:
-        """Survivors and own segment as keys or values: [B * count, H, capacity, D]."""
-        index = kept.flatten(2)[..., None].expand(-1, -1, -1, d)
-        old = x.gather(2, index).view(batch, heads, count, budget, d)
-        return torch.cat([old, split(x)], dim=3).transpose(1, 2).flatten(0, 1)
-
-    q = split(call.q).transpose(1, 2).flatten(0, 1)  # [B * count, Hq, buffer, D]
+    q = F.pad(call.q[:, :, capacity:], (0, 0, 0, fill)).view(batch, hq, count, buffer, d)
+    q = q.transpose(1, 2).flatten(0, 1)  # [B * count, Hq, buffer, D]
+    # Survivors and own segment; beyond the last token only padding looks
+    start = capacity + buffer * torch.arange(count, device=q.device, dtype=torch.int32)
+    own = (start[:, None] + torch.arange(buffer, device=q.device, dtype=torch.int32)).expand(batch, heads, -1, -1)
+    position = torch.cat([kept, own], dim=3).transpose(1, 2)  # [B, count, H, capacity]
+    base = length * torch.arange(batch * heads, device=q.device, dtype=torch.int32).view(batch, 1, heads, 1)
+    index = (base + position.clamp(max=length - 1)).flatten(0, 1)  # [B * count, H, capacity]
     entry = torch.arange(capacity, device=q.device)
     row = torch.arange(buffer, device=q.device)[:, None]
     visible = (entry <= budget + row)[None, None]  # causal, aligned to the bottom right
     if call.window is not None:  # a window longer than the slot: lifetime = min(policy's, k + window)
-        start = capacity + buffer * torch.arange(count, device=q.device)
-        own = (start[:, None] + torch.arange(buffer, device=q.device)).expand(batch, heads, count, buffer)
-        position = torch.cat([kept, own], dim=3).transpose(1, 2)  # [B, count, H, capacity]
         oldest = start[:, None] + row.T - call.window  # [count, buffer]
         inside = position[..., None, :] > oldest[:, None, :, None]  # [B, count, H, buffer, capacity]
         visible = visible & inside.flatten(0, 1)
-    out = attend(q, gather(call.k), gather(call.v), visible, **call.kernel())  # [B * count, Hq, buffer, D]
+    out = attend_gathered(q, call.k, call.v, index, visible, **call.kernel())  # [B * count, Hq, buffer, D]
     out = out.view(batch, count, hq, buffer, d).transpose(1, 2).reshape(batch, hq, count * buffer, d)
     return out[:, :, : length - capacity]
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
-import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,6 +13,7 @@ from torch import nn
 from kvrl.activations import planned_trace
 from kvrl.attention.probe import prepare, probe, text_config
 from kvrl.bench.machine import median_seconds
+from kvrl.bench.process import PeakMemory, in_new_process
 from kvrl.cache.trace import KVTrace
 from kvrl.learner import Scorer
 from kvrl.sampler.types import Rollout
@@ -45,9 +44,7 @@ def learner_cost(
     given = {"path": path, "dtype": dtype, "view": view, "backend": backend, "tokens": tokens, "budget": budget,
              "buffer": buffer, "checkpointing": checkpointing, "repeats": repeats,
              "threads": torch.get_num_threads()}  # fmt: skip
-    command = [sys.executable, "-m", "kvrl.bench.learner", json.dumps(given)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return LearnerCost(**json.loads(done.stdout.splitlines()[-1]))
+    return LearnerCost(**in_new_process("kvrl.bench.learner", given))
 
 
 def measure(given: dict[str, Any]) -> LearnerCost:
@@ -64,9 +61,9 @@ def measure(given: dict[str, Any]) -> LearnerCost:
         scorer([rollout], view=given["view"]).logps.mean().backward()
         model.zero_grad(set_to_none=True)
 
-    before = peak_bytes(device)
+    peak = PeakMemory(device)
     seconds = median_seconds(step, given["repeats"], device)
-    return LearnerCost(given["view"], given["backend"], given["tokens"], seconds, peak_bytes(device) - before)
+    return LearnerCost(given["view"], given["backend"], given["tokens"], seconds, peak.bytes)
 
 
 def synthetic_rollout(model: nn.Module, tokens: int, budget: int, buffer: int) -> Rollout:
@@ -78,14 +75,6 @@ def synthetic_rollout(model: nn.Module, tokens: int, budget: int, buffer: int) -
     return Rollout(
         ids[:PROMPT], ids[PROMPT:], torch.zeros(scored), torch.ones(scored, dtype=torch.bool), trace, "length"
     )
-
-
-def peak_bytes(device: torch.device) -> int:
-    """The most that the process (or the card) has held so far."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 if __name__ == "__main__":

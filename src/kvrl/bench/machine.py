@@ -26,14 +26,13 @@ class Machine:
     """Floating-point operations a second of a large matrix product."""
 
     @classmethod
-    def measure(cls, dtype: torch.dtype, device: torch.device) -> Machine:
-        """About a second."""
-        big = torch.ones(128 << 20, dtype=torch.float32, device=device)  # 512 MiB: beyond every cache
-        n = 4096
-        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
+    def measure(cls, dtype: torch.dtype, device: torch.device, *, floats: int = 128 << 20, side: int = 4096) -> Machine:
+        """About a second. The defaults are beyond every cache: 512 MiB are read, and square matrices multiplied."""
+        big = torch.ones(floats, dtype=torch.float32, device=device)
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
         return cls(
             bandwidth=big.nbytes / median_seconds(lambda: big.sum(), 7, device),
-            matrix_rate=2 * n**3 / median_seconds(lambda: a @ b, 5, device),
+            matrix_rate=2 * side**3 / median_seconds(lambda: a @ b, 5, device),
         )
 
     def decode_seconds(self, model: nn.Module, spec: ModelSpec, slots: int, entries: int) -> float:

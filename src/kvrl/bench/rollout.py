@@ -12,6 +12,7 @@ from torch import nn
 from kvrl.attention.probe import text_config
 from kvrl.bench.machine import Machine
 from kvrl.cache.config import CacheConfig
+from kvrl.cache.memory import slot_width
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.engine import Engine
 from kvrl.sampler.request import Progress
@@ -38,12 +39,20 @@ class DecodeSpeed:
 
 
 def slots_within(model: nn.Module, cache: CacheConfig, kv_bytes: int, max_tokens: int) -> int:
-    """Slots whose K and V, the staging row included, fit into so many bytes."""
+    """Slots whose K and V, the staging row included, fit into so many bytes; one at least, as engines round them."""
     engine = Engine(
         model, cache, SamplingConfig(max_completion_length=max_tokens // 2), num_slots=1,
         max_prompt_length=max_tokens - max_tokens // 2,
     )  # fmt: skip
-    return max(1, kv_bytes // (engine.kv_bytes // 2) - 1)
+    return most_slots(engine.kv_bytes // 2, kv_bytes)
+
+
+def most_slots(slot_bytes: int, kv_bytes: int) -> int:
+    """Slots beside a staging row of the same size in kv_bytes, such that an engine does not make them more."""
+    slots = max(1, kv_bytes // slot_bytes - 1)
+    while slot_width(slots) != slots:
+        slots -= 1
+    return slots
 
 
 def decode_speed(
@@ -56,8 +65,7 @@ def decode_speed(
     """
     sampling = SamplingConfig(max_completion_length=steps + 2, num_generations=slots, eos_token_ids=[])
     engine = Engine(model, cache, sampling, num_slots=slots, max_prompt_length=context, cuda_graphs=cuda_graphs)
-    generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randint(10, text_config(model).vocab_size, (context,), generator=generator).tolist()
+    prompt = random_prompt(text_config(model).vocab_size, context, seed)
     times: list[float] = []
 
     def note(progress: Progress) -> None:
@@ -78,3 +86,9 @@ def decode_speed(
         roofline_share=machine.decode_seconds(model, engine.spec, slots, entries) / mean,
         kv_bytes=engine.kv_bytes,
     )
+
+
+def random_prompt(vocab: int, tokens: int, seed: int) -> list[int]:
+    """Token ids that are not special ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(10, vocab, (tokens,), generator=generator).tolist()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from kvrl.attention.probe import ModelSpec
@@ -9,6 +11,7 @@ from kvrl.cache.compaction import Compactor
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.cache.slots import KVSlots
+from kvrl.errors import KvrlError
 
 SCRATCH_BYTES, CPU_SCRATCH_BYTES = 512 << 20, 16 << 20
 """What the policy's scoring may hold at once, unless an engine is told otherwise: on a CPU what its caches hold."""
@@ -20,6 +23,22 @@ def slot_width(num_slots: int) -> int:
     CPU products share out rows among threads by fours; in a ragged share a row's bits depend on its place.
     """
     return num_slots if num_slots <= 4 else -(-num_slots // 4) * 4
+
+
+def slots_within(spec: ModelSpec, cache: CacheConfig, kv_memory: int, **given: Any) -> int:
+    """The most slots whose K and V, the staging row's included, fit into kv_memory bytes.
+
+    given: max_tokens and dtype, as `make_memory` takes them. KvrlError if not even one slot fits.
+    """
+    slots, _ = make_memory(spec, cache, num_slots=1, device=torch.device("meta"), **given)
+    row = slots.kv_bytes // 2  # the staging row is as large as a slot
+    most = kv_memory // row - 1
+    if most < 1:
+        raise KvrlError(
+            f"rollout.kv_memory: {kv_memory} bytes are below the {2 * row} that one sequence and the staging row take; "
+            f"raise it to at least {2 * row}, or lower cache.budget or cache.buffer"
+        )
+    return most if most < 4 else most // 4 * 4
 
 
 def make_memory(

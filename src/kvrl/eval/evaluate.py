@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -19,9 +19,11 @@ from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
 from kvrl.eval.report import to_json, widened
 from kvrl.eval.run_defaults import settings_of
+from kvrl.progress import sampling_bar
 from kvrl.rewards.call import score
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.engine import Engine
+from kvrl.sampler.request import Progress
 from kvrl.tasks import Task, completion_text, encode_prompt, get_task
 from kvrl.train.config import RolloutSettings
 from kvrl.train.data import PromptLimits, columns_of
@@ -59,6 +61,7 @@ def evaluate(
     seed: int,
     slots: int,
     rollout: RolloutSettings | None = None,
+    on_step: Callable[[Progress], None] | None = None,
 ) -> list[Evaluation]:
     """Mean reward of one completion for each of n held-out problems, under each budget (`full`: the whole cache).
 
@@ -76,9 +79,9 @@ def evaluate(
         engine = Engine(
             model, chosen, one, num_slots=min(slots, len(rows)), tokenizer=tokenizer,
             max_prompt_length=settings.max_prompt_length or max(map(len, prompts)),
-            native_kernels=settings.native_kernels, cuda_graphs=settings.cuda_graphs,
+            kv_memory=settings.kv_memory, native_kernels=settings.native_kernels, cuda_graphs=settings.cuda_graphs,
         )  # fmt: skip
-        rollouts = engine.run(prompts, seed=seed)
+        rollouts = engine.run(prompts, seed=seed, on_step=on_step)
         texts = [completion_text(tokenizer, r) for r in rollouts]
         scores = score([task.reward], None, texts, columns_of(rows), names=["task"])
         results.append(
@@ -180,10 +183,10 @@ def run_eval(args: argparse.Namespace) -> None:
     task.rows("eval", n, args.seed)
     model, tokenizer = load_model(args.model, args.dtype, field="MODEL")
     model.to(Accelerator().device)
-    with torch.no_grad():
+    with torch.no_grad(), sampling_bar(Console(stderr=True)) as on_step:
         results = evaluate(
             model, tokenizer, task, cache=cache, budgets=args.budgets, sampling=sampling, n=n, seed=args.seed,
-            slots=args.slots or min(128, n),
+            slots=args.slots or min(128, n), on_step=on_step,
         )  # fmt: skip
     if (warning := idle_budgets(results)) is not None:
         print(warning, file=sys.stderr)

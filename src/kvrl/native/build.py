@@ -59,10 +59,10 @@ def _key(source: Path, compiler: str) -> str:
     cpu = next(
         line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith(("flags", "Features"))
     )
-    header = source.with_name("vectors.h")
+    headers = sorted(source.parent.glob("*.h"))
     parts = (
         source.read_text(),
-        header.read_text(),
+        *(header.read_text() for header in headers),
         " ".join(FLAGS + LIBRARIES),
         version,
         " ".join(sorted(cpu.split())),

@@ -34,31 +34,6 @@ struct Call {
 
 namespace {
 
-// exp of x <= 0 to about 1e-7, relative; 0 below -87. By 2^n * exp(r), |r| <= ln 2 / 2 (Cephes' polynomial).
-inline Vec exponential(Vec x) {
-    Ints keep = x > -87.0f;
-    Vec n = x * 1.44269504f;
-    Ints whole = __builtin_convertvector(n - 0.5f, Ints);  // towards zero, so to the nearest for x <= 0
-    n = __builtin_convertvector(whole, Vec);
-    Vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    Vec y = splat(1.9875691500e-4f);
-    y = y * r + 1.3981999507e-3f;
-    y = y * r + 8.3334519073e-3f;
-    y = y * r + 4.1665795894e-2f;
-    y = y * r + 1.6666665459e-1f;
-    y = y * r + 5.0000001201e-1f;
-    y = y * r * r + r + 1.0f;
-    Ints power = (whole + 127) << 23;
-    Vec scale;
-    std::memcpy(&scale, &power, sizeof scale);
-    Vec out = y * scale;
-    Ints bits;
-    std::memcpy(&bits, &out, sizeof bits);
-    bits &= keep | (Ints)(x != x);
-    std::memcpy(&out, &bits, sizeof out);
-    return out;
-}
-
 // The products of G queries with one key, each as a vector of partial sums.
 template <int G, class T>
 inline void products(const T* q, int64_t q_stride, const T* key, int dim, Vec* acc) {

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from kvrl.attention.probe import check_length, prepare, probe, text_config
 from kvrl.attention.sampler import DecodeContext, PrefillContext
 from kvrl.cache.config import CacheConfig
-from kvrl.cache.memory import make_memory
+from kvrl.cache.memory import make_memory, slots_within
 from kvrl.cache.policies import check_budget, make_policy
 from kvrl.cache.trace import KVTrace, num_events, occupancy
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, decoder
 from kvrl.native.decode_attention import supported
+from kvrl.native.layer import native_trunk
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.decode_graph import DecodeGraph
 from kvrl.sampler.request import Continue, Progress, Prompt, Request
@@ -36,7 +37,8 @@ from kvrl.streams import fold, stream_key, uniform
 class Engine:
     """Samples completions over `num_slots` fixed slots. Build once, use for one batch of prompts at a time.
 
-    max_prompt_length bounds the prompts to come. scratch_bytes bounds the policy's scoring, prefill_chunk the
+    max_prompt_length bounds the prompts to come. kv_memory bounds the bytes of K and V, and so the
+    slots. scratch_bytes bounds the policy's scoring, prefill_chunk the
     tokens of a prompt that go through the model at once. native_kernels: on a CPU decode attention is a compiled
     kernel. cuda_graphs: on CUDA the decode step of a model without experts is captured once a run.
     Raises KvrlError for a model that cannot be replayed, an unknown policy or a budget too small for it.
@@ -51,6 +53,7 @@ class Engine:
         num_slots: int,
         max_prompt_length: int,
         tokenizer: Any = None,
+        kv_memory: int | None = None,
         scratch_bytes: int | None = None,
         prefill_chunk: int = 512,
         native_kernels: bool = True,
@@ -79,6 +82,9 @@ class Engine:
         self.device = parameter.device
         self.cuda_graphs = cuda_graphs and self.device.type == "cuda"
         self.native = native_kernels and supported(parameter.dtype, self.device, self.spec.head_dim)
+        if kv_memory is not None:
+            fit = slots_within(self.spec, cache, kv_memory, max_tokens=self.max_tokens, dtype=parameter.dtype)
+            num_slots = min(num_slots, fit)
         self.slots, self.compactor = make_memory(
             self.spec, cache, num_slots=num_slots, max_tokens=self.max_tokens, dtype=parameter.dtype,
             device=self.device, scratch_bytes=scratch_bytes, native=self.native,
@@ -140,9 +146,10 @@ class Engine:
         with self._sampling_mode() as routing:
             self.routing = routing
             self.head = Head(self.model).frozen(native=self.native)
+            self.trunk = native_trunk(self.model, self.spec) if self.native and routing is None else None
             self.decode = self._decode_step(captured=self.cuda_graphs and routing is None)
             staged: Prompt | None = None
-            steps = 0
+            steps = tokens = 0
             staged_logits = torch.empty(0)
             while waiting or staged or active:
                 free = [row for row in range(self.num_slots) if row not in active]
@@ -164,10 +171,12 @@ class Engine:
                         free.insert(0, row)
                 if active:
                     self._step(active, on_turn)
-                    steps += 1
-                    if on_step is not None:
-                        on_step(Progress(steps, len(active), len(every) - len(done) - len(active)))
+                    steps, tokens = steps + 1, tokens + len(active)
+                    busy = len(active)
                     self._retire(active, done)
+                    if on_step is not None:
+                        left = len(every) - len(done) - len(active)
+                        on_step(Progress(steps, busy, left, len(done), len(every), tokens))
         seconds = time.perf_counter() - start
         out = [done[id(request)] for request in every]
         tokens = sum(len(r.completion_ids) for r in out)
@@ -204,6 +213,8 @@ class Engine:
         def decode(inputs: Tensor) -> Tensor:
             ids, position, slots_at = inputs
             context = DecodeContext(self.slots, position, slots_at, native=self.native)
+            if self.trunk is not None:
+                return self.head(self.trunk(ids, position, context)[:, -1])
             return self.head(self._forward(ids[:, None], position[:, None], context)[:, -1])
 
         return DecodeGraph(decode, self.num_slots, self.device) if captured else decode

@@ -22,9 +22,15 @@ class Progress(NamedTuple):
 
     steps: int
     active: int
-    """Completions that are being sampled."""
+    """Completions that took part in it."""
     waiting: int
     """Completions that wait for a slot."""
+    done: int
+    """Completions that have ended."""
+    total: int
+    """Completions of the run."""
+    tokens: int
+    """Tokens drawn by all decode steps so far; the first one of a completion comes from its prompt."""
 
 
 @dataclass

@@ -19,7 +19,8 @@ from kvrl.train.distiller import Distiller
 STATE, CONFIG, TRAINING, MODEL = "state.json", "config.json", "optimizer.pt", "model"
 
 MAY_CHANGE = ("output_dir", "overwrite_output_dir", "checkpoint", "eval", "parity", "rollout.slots",
-              "train.micro_batch_tokens", "train.num_threads", "model.gradient_checkpointing")  # fmt: skip
+              "rollout.kv_memory", "train.micro_batch_tokens", "train.num_threads",
+              "model.gradient_checkpointing")  # fmt: skip
 """Fields (or whole sections) that may differ when a run is resumed: where it is kept, what is measured, and how
 much memory it takes. `train.max_steps` may grow too, under the constant learning rate."""
 

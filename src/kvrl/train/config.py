@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import ByteSize, Field, model_validator
 
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
@@ -77,7 +77,9 @@ class LoraSettings(Section):
 
 class RolloutSettings(Section):
     slots: int | None = Field(None, ge=1)
-    """Sequences decoded at once. Default: prompts_per_step * num_generations, at most 128."""
+    """Sequences decoded at once. Default: prompts_per_step * num_generations, at most 128 (or what kv_memory holds)."""
+    kv_memory: ByteSize | None = None
+    """Most bytes for K and V of all slots, such as `2GiB`: the number of slots follows from it. None: no limit."""
     on_small_budget: Literal["stop", "drop"] = "stop"
     """A prompt, held out or not, whose protected entries exceed the budget stops the run, or is dropped and counted."""
     max_prompt_length: int | None = Field(None, ge=1)
@@ -257,15 +259,21 @@ class Config(Section):
         return "dense" if self.method == "dense" else "sparse"
 
     @property
+    def sampler_is_exact(self) -> bool:
+        """Whether the sampler's log-probs are the learner's before an update, up to fp32 rounding."""
+        return self.learner_view == self.sampler_view and self.model.dtype == "float32"
+
+    @property
     def rollout_cache(self) -> CacheConfig:
         """The rollouts' cache: under method dense the full one, `cache` being kept for the evaluation."""
         return self.cache.as_dense() if self.method == "dense" else self.cache
 
     @property
     def slots(self) -> int:
-        """Sequences decoded at once."""
+        """Sequences decoded at once, if `rollout.kv_memory` holds them."""
         batch = self.train.prompts_per_step * self.settings.num_generations
-        return self.rollout.slots or min(batch, MAX_DEFAULT_SLOTS)
+        most = batch if self.rollout.kv_memory is not None else min(batch, MAX_DEFAULT_SLOTS)
+        return self.rollout.slots or most
 
     @property
     def parity_tolerances(self) -> tuple[float, float]:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ByteSize
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
@@ -103,6 +103,8 @@ def spelled(annotation: Any) -> str:
         return "`null`"
     if _is_model(annotation):
         return "sections"
+    if annotation is ByteSize:
+        return "size (`2GiB`, or a number of bytes)"
     return "any" if annotation is Any else getattr(annotation, "__name__", str(annotation))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from kvrl.attention.probe import causal_lm, prepare, probe, text_config
+from kvrl.attention.probe import ModelSpec, causal_lm, prepare, probe, text_config
+from kvrl.cache.config import CacheConfig
+from kvrl.cache.memory import slots_within
 from kvrl.cache.trace import num_events
 from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import held_out
@@ -18,7 +20,7 @@ from kvrl.train.data import PromptLimits, PromptStream
 
 def preflight(config: Config, model: nn.Module, tokenizer: Any, task: Task, say: Callable[[str], object]) -> None:
     """Raise KvrlError for what the first step or the first evaluation would refuse, and warn of what is in vain."""
-    check_model(config, model)
+    spec = check_model(config, model)
     prompts = PromptStream(
         task, tokenizer, seed=config.seed, block=config.train.prompts_per_step * config.train.max_steps,
         limits=PromptLimits.of(config.rollout, config.rollout_cache),
@@ -27,17 +29,31 @@ def preflight(config: Config, model: nn.Module, tokenizer: Any, task: Task, say:
     if config.eval.n:
         caches = [config.cache.as_dense() if budget == "full" else config.cache.model_copy(update={"budget": budget})
                   for budget in config.eval_budgets]  # fmt: skip
-        held_out(tokenizer, task, PromptLimits.of(config.rollout, *caches), config.eval.n, config.eval.seed)
+        _, prompts_out = held_out(
+            tokenizer, task, PromptLimits.of(config.rollout, *caches), config.eval.n, config.eval.seed
+        )
+        check_memory(config, model, spec, caches, max(map(len, prompts_out)))
+    check_memory(config, model, spec, [config.rollout_cache], longest)
     for warning in warnings_of(config, model, longest):
         say(f"warning: {warning}")
 
 
-def check_model(config: Config, model: nn.Module) -> None:
+def check_memory(config: Config, model: nn.Module, spec: ModelSpec, caches: Sequence[CacheConfig], prompt: int) -> None:
+    """Raise KvrlError where `rollout.kv_memory` does not hold one sequence after a prompt of that many tokens."""
+    if config.rollout.kv_memory is None:
+        return
+    tokens = (config.rollout.max_prompt_length or prompt) + config.sampling.max_completion_length
+    dtype = next(model.parameters()).dtype
+    for cache in caches:
+        slots_within(spec, cache, config.rollout.kv_memory, max_tokens=tokens, dtype=dtype)
+
+
+def check_model(config: Config, model: nn.Module) -> ModelSpec:
     """Raise KvrlError for a model that cannot be replayed; it attends afterwards as it did before."""
     before = text_config(model)._attn_implementation
     try:
         prepare(model)
-        probe(model)
+        return probe(model)
     except KvrlError as error:
         reason = str(error).removeprefix("model: ")
         raise KvrlError(f"model.path: {config.model.path} cannot be trained: {reason}") from None

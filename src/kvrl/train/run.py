@@ -19,6 +19,7 @@ from kvrl.errors import KvrlError
 from kvrl.learner import Scorer
 from kvrl.rewards.build import Rewards, build_rewards, pair_judge
 from kvrl.rewards.pairs import Preferences
+from kvrl.sampler.request import Progress
 from kvrl.tasks import Task, get_task
 from kvrl.train.algorithms import make_algorithm
 from kvrl.train.algorithms.base import Algorithm
@@ -53,6 +54,8 @@ class Run:
     scheduler: Any
     prompts: PromptStream
     skipped: int = 0
+    on_step: Callable[[Progress], None] | None = None
+    """Told of each decode step."""
 
 
 def build(config: Config, say: Say = print) -> tuple[Run, int]:

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from kvrl.eval.evaluate import Evaluation, evaluation_table
 from kvrl.eval.report import to_json, widened
+from kvrl.progress import SamplingTask
 
 COLUMNS = (
     ("reward", "reward", "{:.3f}"),
@@ -37,6 +38,7 @@ class RunLog:
             TimeRemainingColumn(), console=self.console, transient=True,
         )  # fmt: skip
         self.task = self.bar.add_task("step", total=total)
+        self.sampling = SamplingTask(self.bar)
 
     def __enter__(self) -> RunLog:
         if self.console.is_terminal:

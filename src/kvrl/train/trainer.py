@@ -136,10 +136,10 @@ def fixed_views(run: Run, batch: Batch) -> Views:
         correct = config.correction
     elif config.method == "sparse_rl":
         correct = config.sparse_rl
-    from_sampler = settings.old_logprobs == "sampler"
-    if run.critic is not None or correct is not None or (
-        not from_sampler and (config.updates > 1 or run.algorithm.needs_old)
-    ):  # fmt: skip
+    needed = config.updates > 1 or run.algorithm.needs_old
+    saves = needed and config.sampler_is_exact and run.critic is None  # a critic's values need the forward anyway
+    from_sampler = settings.old_logprobs == "sampler" or (settings.old_logprobs is None and saves)
+    if run.critic is not None or correct is not None or (needed and not from_sampler):
         old, values = score_all(run, run.accelerator.unwrap_model(run.scorer), rollouts)
     if from_sampler:
         old = sampler
@@ -197,8 +197,10 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float
         sampling=config.sampling,
         seed=config.seed,
         slots=config.slots,
+        kv_memory=config.rollout.kv_memory,
         tokenizer=run.tokenizer,
         request_ids=[row.number for row in rows],
+        on_step=run.on_step,
         max_prompt_length=config.rollout.max_prompt_length,
         native_kernels=config.rollout.native_kernels,
         cuda_graphs=config.rollout.cuda_graphs,
@@ -241,6 +243,7 @@ def evaluate_now(run: Run) -> list[Evaluation]:
     return evaluate(
         run.model, run.tokenizer, run.task, cache=config.cache, budgets=config.eval_budgets,
         sampling=config.sampling, n=config.eval.n, seed=config.eval.seed, slots=config.slots, rollout=config.rollout,
+        on_step=run.on_step,
     )  # fmt: skip
 
 
@@ -260,6 +263,7 @@ def train(config: Config) -> dict[str, Any]:
     prepare_output_dir(config)
     evaluations: dict[int, list[Evaluation]] = {}
     with RunLog(output_dir, config.train.max_steps, console) as log:
+        run.on_step = log.sampling
 
         def evaluate_at(step: int) -> None:
             if config.eval.n:

@@ -30,8 +30,10 @@ class AlgorithmSettings(Section):
     """Optimiser passes over one rollout batch."""
     num_minibatches: int = Field(1, ge=1)
     """Optimiser steps that one pass over the rollout batch is split into."""
-    old_logprobs: Literal["sampler", "recompute"] = "recompute"
-    """Denominator of the ratio: the sampler's own log-probs, or a forward pass in the learner's view."""
+    old_logprobs: Literal["sampler", "recompute"] | None = None
+    """Denominator of the ratio: the sampler's own log-probs, or a forward pass in the learner's view. Default: the
+    learner's own, detached, if a rollout batch has one update; the sampler's where they are the same (float32, views
+    alike) and save a pass; else recompute."""
     mask_truncated_completions: bool = False
     """Leave completions that hit max_completion_length out of the loss."""
     overlong_penalty: OverlongPenalty | None = None
