@@ -15,7 +15,7 @@ class CacheConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     policy: str = "rkv"
-    """Which entries go: a name of `kvrl policies`, or `dense` for the full cache."""
+    """Which entries go: a name of `kvrl policies`, `beacon` for learned beacons, or `dense` for the full cache."""
     budget: int = Field(512, ge=1)
     """KV entries that a sequence keeps per layer and KV head after a compaction."""
     buffer: int = Field(128, ge=1)
@@ -39,6 +39,11 @@ class CacheConfig(BaseModel):
     @property
     def is_dense(self) -> bool:
         return self.policy == "dense"
+
+    @property
+    def is_beacon(self) -> bool:
+        """Whether windows go when their beacon was read; budget and buffer have no meaning then."""
+        return self.policy == "beacon"
 
     def as_dense(self) -> CacheConfig:
         """The same section with the full cache."""

@@ -25,6 +25,7 @@ def rollout(
     slots: int | None = None,
     tokenizer: Any = None,
     request_ids: Sequence[int] | None = None,
+    every: Sequence[int] | None = None,
     on_turn: Continue | None = None,
     max_prompt_length: int | None = None,
     native_kernels: bool = True,
@@ -35,7 +36,8 @@ def rollout(
     Returns `sampling.num_generations` consecutive rollouts for each prompt. slots: sequences decoded together
     (default: all, at most 128; above 4 rounded up to a multiple of 4); at a given number a request's bits do not
     depend on the others. With the full cache a slot is as long as the longest prompt needs: give
-    max_prompt_length to fix it, or bits depend on that length. native_kernels: attend by
+    max_prompt_length to fix it, or bits depend on that length. every: the window of each prompt's beacons, of the set
+    that the cache section names (None: its one, or drawn for each completion). native_kernels: attend by
     a compiled kernel (CPU only). cuda_graphs: capture the decode step (CUDA only).
     Raises KvrlError for a model, policy, budget or prompt that cannot be run exactly.
     """
@@ -50,7 +52,7 @@ def rollout(
         model, cache, sampling, num_slots=num_slots, max_prompt_length=longest, tokenizer=tokenizer,
         native_kernels=native_kernels, cuda_graphs=cuda_graphs,
     )  # fmt: skip
-    return engine.run(prompts, seed=seed, request_ids=request_ids, on_turn=on_turn)
+    return engine.run(prompts, seed=seed, request_ids=request_ids, every=every, on_turn=on_turn)
 
 
 def _length(prompt: Any) -> int:
