@@ -45,6 +45,14 @@ class CacheConfig(BaseModel):
         """Whether windows go when their beacon was read; budget and buffer have no meaning then."""
         return self.policy == "beacon"
 
+    def at_budget(self, budget: int | str) -> CacheConfig:
+        """The same section at a point of an evaluation: a budget, `full`, or `c=4` for beacons of every 4 tokens."""
+        if budget == "full":
+            return self.as_dense()
+        if isinstance(budget, str):
+            return self.model_copy(update={"params": {**self.params, "every": int(budget.removeprefix("c="))}})
+        return self.model_copy(update={"budget": budget})
+
     def as_dense(self) -> CacheConfig:
         """The same section with the full cache."""
         return self.model_copy(update={"policy": "dense", "params": {}})

@@ -96,6 +96,8 @@ def load(args: argparse.Namespace) -> tuple[str, nn.Module, list[list[int]], Cac
     subject = next(subjects(given))
     cache = cache_of(args.policy, subject, args)
     prompts = subject.prompts if args.task is None else task_prompts(args)
+    if cache.is_beacon:
+        raise KvrlError("--policy: beacon is not measured here; choose one that `kvrl policies` lists with a budget")
     if cache.is_dense:
         raise KvrlError("--policy: dense evicts nothing; name one of those that `kvrl policies` lists")
     least = cache.capacity + 2 - min(map(len, prompts))  # the first query after an eviction predicts the last token

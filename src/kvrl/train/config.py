@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, model_validator
 
+from kvrl.beacons.config import check_limit, params_of
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
@@ -89,6 +90,15 @@ class RolloutSettings(Section):
     """On a CPU, attend by a compiled kernel while decoding (needs g++)."""
     cuda_graphs: bool = False
     """On CUDA, launch the decode step as one captured graph (models without experts). Off until it was run on a GPU."""
+
+
+class BeaconSettings(Section):
+    """The beacon that a model without one is given under `cache.policy: beacon`; it is saved with the model."""
+
+    token: str | None = None
+    """A reserved token of the tokenizer that becomes the beacon. None: a new token, with a new row of the embedding."""
+    start: str = "mean"
+    """Where its embedding starts: `mean` of all others, or a token whose embedding it takes."""
 
 
 class ReplaySettings(Section):
@@ -213,6 +223,7 @@ class Config(Section):
     model: ModelSettings = ModelSettings()
     lora: LoraSettings | None = None
     cache: CacheConfig = CacheConfig()
+    beacons: BeaconSettings = BeaconSettings()
     grpo: GrpoSettings = GrpoSettings()
     rloo: RlooSettings = RlooSettings()
     ppo: PpoSettings = PpoSettings()
@@ -274,9 +285,13 @@ class Config(Section):
         return self.parity.mean_tolerance or mean, self.parity.p99_tolerance or p99
 
     @property
-    def eval_budgets(self) -> list[int | Literal["full"]]:
-        """Cache budgets of the evaluation, `full` for the whole cache."""
-        return self.eval.budgets or (["full"] if self.cache.is_dense else [self.cache.budget, "full"])
+    def eval_budgets(self) -> list[int | str]:
+        """Cache budgets of the evaluation, `full` for the whole cache, `c=4` for beacons of every 4 tokens."""
+        if self.eval.budgets is not None:
+            return list(self.eval.budgets)
+        if self.cache.is_beacon:
+            return [*(f"c={c}" for c in params_of(self.cache).rates or ()), "full"]
+        return ["full"] if self.cache.is_dense else [self.cache.budget, "full"]
 
     @model_validator(mode="after")
     def _group_size_has_one_place(self) -> Config:
@@ -331,8 +346,13 @@ class Config(Section):
     def _policy_fits_its_budgets(self) -> Config:
         make_policy(self.cache)  # raises where parameters are wrong or the budget is too small
         for budget in self.eval_budgets:
-            if budget == "full":
+            if isinstance(budget, str):
                 continue
+            if self.cache.is_beacon:
+                raise KvrlError(
+                    f"eval.budgets: {budget} has no meaning under cache.policy beacon, whose dial is "
+                    "cache.params.every; set eval.budgets to [full], or leave it out for each window and full"
+                )
             if self.cache.is_dense:
                 raise KvrlError(
                     f"eval.budgets: {budget} has no meaning under cache.policy dense, which keeps every entry; "
@@ -342,6 +362,34 @@ class Config(Section):
                 make_policy(self.cache.model_copy(update={"budget": budget}))
             except KvrlError as error:
                 raise KvrlError(f"eval.budgets: {budget} is refused: {error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _beacons_fit(self) -> Config:
+        if not self.cache.is_beacon:
+            if given := sorted(self.beacons.model_fields_set):
+                raise KvrlError(
+                    f"beacons.{given[0]}: cache.policy {self.cache.policy} has no beacons; set cache.policy to beacon, "
+                    f"or leave beacons.{given[0]} out"
+                )
+            return self
+        rates = params_of(self.cache).rates
+        if given := sorted({"budget", "buffer", "protect_prompt"} & self.cache.model_fields_set):
+            raise KvrlError(
+                f"cache.{given[0]}: has no meaning under cache.policy beacon, whose dial is cache.params.every; leave "
+                f"cache.{given[0]} out"
+            )
+        if rates is None:
+            raise KvrlError(
+                "cache.params.every: is missing; give the raw tokens that a beacon stands for, such as 4, or [2, 4, 8] "
+                "to draw one for each completion"
+            )
+        check_limit(rates, self.sampling.max_completion_length)
+        if self.method != "dense" and self.replay.backend == "segments":
+            raise KvrlError(
+                "replay.backend: segments replays evictions of a budget and buffer, and beacons have none; set "
+                "replay.backend to mask (or to flex, on CUDA)"
+            )
         return self
 
     @model_validator(mode="after")

@@ -216,6 +216,8 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float
             "kv_bytes": stats["kv_bytes"],
             "scratch_bytes": stats["scratch_bytes"],
             "kv_bytes_share": stats["kv_bytes"] / stats["dense_kv_bytes"],
+            "held_entries": stats["held_entries"],
+            "held_entries_max": stats["held_entries_max"],
             "trace_bytes": float(sum(r.trace.nbytes for r in rollouts)),
         },
     )
