@@ -10,8 +10,12 @@ from torch import nn
 
 from kvrl.activations import Saved, planned_trace, saved_bytes
 from kvrl.attention.probe import ModelSpec, text_config
+from kvrl.beacons.config import params_of
+from kvrl.beacons.plan import Beacons
+from kvrl.cache.compaction import Compactor
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.memory import make_memory
+from kvrl.cache.slots import KVSlots
 from kvrl.cache.trace import KVTrace
 from kvrl.train.config import Config
 from kvrl.train.setup import DTYPES
@@ -102,8 +106,11 @@ class Footprint:
     def saved(self, view: View) -> Saved:
         """One sequence's saved tensors. `flex` counts as a fused kernel over the whole sequence."""
         backend = self.config.replay.backend
-        trace = None if view == "dense" or backend == "flex" else self.trace(self.config.rollout_cache)
-        return saved_bytes(self.model, self.max_tokens, trace, "segments" if backend == "flex" else backend)
+        trace = None if view == "dense" else self.trace(self.config.rollout_cache)
+        length = self.max_tokens if trace is None else trace.num_tokens  # beacons are fed too
+        if backend == "flex":
+            return saved_bytes(self.model, length, None)
+        return saved_bytes(self.model, length, trace, backend)
 
     def activations(self) -> dict[str, int]:
         """Of the largest micro-batch: all `kept`, or `checkpointed`, and the `working` set of the backward pass.
@@ -148,9 +155,18 @@ class Footprint:
         """Type and device of the slots."""
         return {"dtype": DTYPES[self.config.model.dtype], "device": torch.device("meta")}
 
+    def memory(self, cache: CacheConfig, num_slots: int) -> tuple[KVSlots, Compactor | None]:
+        """An engine's memory, as sizes."""
+        new = self.config.sampling.max_completion_length
+        plans = [Beacons(0, c) for c in params_of(cache).rates or ()] if cache.is_beacon else []
+        return make_memory(
+            self.spec, cache, num_slots=num_slots, max_tokens=self.max_tokens, **self.where,
+            beacon_slots=max((plan.slots(self.max_tokens - new, new) for plan in plans), default=None),
+        )  # fmt: skip
+
     def rollout(self, cache: CacheConfig, num_slots: int) -> dict[str, int]:
         """What an engine with that many slots allocates, and what drawing a token from each takes."""
-        slots, compactor = make_memory(self.spec, cache, num_slots=num_slots, max_tokens=self.max_tokens, **self.where)
+        slots, compactor = self.memory(cache, num_slots)
         return {
             "KV slots": slots.kv_bytes,
             "scoring": slots.state_bytes + (compactor.scratch_bytes if compactor else 0),
@@ -160,7 +176,7 @@ class Footprint:
 
     def kv_per_slot(self, cache: CacheConfig) -> int:
         """K and V of one sequence."""
-        slots, _ = make_memory(self.spec, cache, num_slots=1, max_tokens=self.max_tokens, **self.where)
+        slots, _ = self.memory(cache, 1)
         return slots.kv_bytes // 2  # the staging row is as large as a slot
 
     def most_slots(self, cache: CacheConfig, memory: int) -> int:
@@ -178,4 +194,8 @@ class Footprint:
         """A sequence's trace as it comes back from the engine, in host memory."""
         if cache.is_dense:
             return KVTrace.dense(self.spec.num_layers, self.spec.kv_heads, self.max_tokens)
+        if cache.is_beacon:  # the shortest windows have most beacons
+            rates, new = params_of(cache).rates, self.config.sampling.max_completion_length
+            assert rates is not None
+            return Beacons(0, rates[0]).trace(self.spec.num_layers, self.spec.kv_heads, self.max_tokens - new, new)
         return planned_trace(self.spec, self.max_tokens, cache.budget, cache.buffer)

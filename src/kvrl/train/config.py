@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import Field, model_validator
 
-from kvrl.beacons.config import check_limit, params_of
+from kvrl.beacons.config import params_of
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
@@ -29,6 +29,7 @@ from kvrl.train.algorithms.settings import (
     PpoSettings,
     RlooSettings,
 )
+from kvrl.train.beacons import BeaconSettings, check_beacons
 from kvrl.train.section import NonNegative, Positive, Section
 from kvrl.views import View
 
@@ -90,15 +91,6 @@ class RolloutSettings(Section):
     """On a CPU, attend by a compiled kernel while decoding (needs g++)."""
     cuda_graphs: bool = False
     """On CUDA, launch the decode step as one captured graph (models without experts). Off until it was run on a GPU."""
-
-
-class BeaconSettings(Section):
-    """The beacon that a model without one is given under `cache.policy: beacon`; it is saved with the model."""
-
-    token: str | None = None
-    """A reserved token of the tokenizer that becomes the beacon. None: a new token, with a new row of the embedding."""
-    start: str = "mean"
-    """Where its embedding starts: `mean` of all others, or a token whose embedding it takes."""
 
 
 class ReplaySettings(Section):
@@ -366,30 +358,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _beacons_fit(self) -> Config:
-        if not self.cache.is_beacon:
-            if given := sorted(self.beacons.model_fields_set):
-                raise KvrlError(
-                    f"beacons.{given[0]}: cache.policy {self.cache.policy} has no beacons; set cache.policy to beacon, "
-                    f"or leave beacons.{given[0]} out"
-                )
-            return self
-        rates = params_of(self.cache).rates
-        if given := sorted({"budget", "buffer", "protect_prompt"} & self.cache.model_fields_set):
-            raise KvrlError(
-                f"cache.{given[0]}: has no meaning under cache.policy beacon, whose dial is cache.params.every; leave "
-                f"cache.{given[0]} out"
-            )
-        if rates is None:
-            raise KvrlError(
-                "cache.params.every: is missing; give the raw tokens that a beacon stands for, such as 4, or [2, 4, 8] "
-                "to draw one for each completion"
-            )
-        check_limit(rates, self.sampling.max_completion_length)
-        if self.method != "dense" and self.replay.backend == "segments":
-            raise KvrlError(
-                "replay.backend: segments replays evictions of a budget and buffer, and beacons have none; set "
-                "replay.backend to mask (or to flex, on CUDA)"
-            )
+        check_beacons(self)
         return self
 
     @model_validator(mode="after")
