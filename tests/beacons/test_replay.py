@@ -1,0 +1,236 @@
+"""Sampler = replay = stock model with entries deleted by hand, for beacons in every family; gradients; refusals."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import pickle
+
+import pytest
+import torch
+
+import helpers
+import kvrl
+from beacon_models import BEACON, by_hand, make_prompts, model, oracle, sample
+from helpers import DENSE_MISMATCH, gap, replay, stock
+from kvrl.attention.replay import ReplayContext, attend_mask
+from kvrl.attention.seam import AttentionCall
+from kvrl.beacons.plan import Beacons
+from kvrl.distill import Distillation
+from kvrl.head import Head
+from kvrl.learner import Scorer
+from kvrl.models.tiny_families import FAMILIES, WINDOWED
+from kvrl.objectives.distill import kl_divergence
+from kvrl.sampler.routing import RoutingRecorder
+
+CASES = [(name, window) for name in FAMILIES for window in ((8, 40) if name in WINDOWED else (8,))]
+
+
+def bar(twin, rollouts) -> float:
+    return helpers.bar(twin, rollouts)
+
+
+@pytest.mark.parametrize("positions", ["sequence", "shared"])
+@pytest.mark.parametrize("name, window", CASES)
+def test_families(name, window, positions):
+    lm, twin = model(name, window, positions=positions), stock(name, window)
+    rollouts = sample(lm)
+    assert len({r.beacons.every for r in sample(lm, make_prompts([4] * 8), new=2)}) > 1
+    sampled, limit = kvrl.sampler_logprobs(rollouts), bar(twin, rollouts)
+    assert gap(sampled, oracle(twin, rollouts, positions)) <= limit
+    assert gap(sampled, replay(lm, rollouts, backend="mask")) <= limit
+    for backend in ("mask", "segments"):
+        assert gap(sampled, replay(lm, rollouts, view="dense", backend=backend)) > DENSE_MISMATCH
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("name, window, positions", [
+    ("llama", 8, "sequence"), ("gemma2", 8, "shared"), ("gemma2", 8, "sequence"), ("gpt_oss", 40, "shared"),
+])  # fmt: skip
+def test_float64_leaves_no_room_for_a_small_mistake(name, window, positions, every, double):
+    lm, twin = model(name, window, torch.float64, positions), stock(name, window, torch.float64)
+    rollouts = sample(lm, every=every)
+    truth = oracle(twin, rollouts, positions, torch.float64)
+    assert gap(replay(lm, rollouts, backend="mask"), truth) < 1e-10
+    assert gap(kvrl.sampler_logprobs(rollouts), truth) < 2e-6  # recorded in fp32
+
+
+def test_the_trace_is_what_was_deleted_by_hand():
+    for r in sample():
+        ids, where, gone = by_hand(r, r.beacons.every)
+        assert r.fed.ids.tolist() == ids and r.fed.positions.tolist() == where
+        assert r.trace.evicted_at().tolist() == [[gone] * 2] * 2
+        assert BEACON not in r.completion_ids and r.token_ids == r.prompt_ids + r.completion_ids
+
+
+def test_positions_matter(double):
+    """The two choices are told apart: one's rollouts are not the other's."""
+    rollouts = sample(model("llama", 8, torch.float64))
+    shared = model("llama", 8, torch.float64, "shared")
+    other = [dataclasses.replace(r, beacons=dataclasses.replace(r.beacons, positions="shared")) for r in rollouts]
+    assert gap(replay(shared, other, backend="mask"), kvrl.sampler_logprobs(rollouts)) > DENSE_MISMATCH
+
+
+def test_a_stock_forward_under_a_hand_made_mask_has_the_same_gradients(double):
+    lm = copy.deepcopy(model("llama", 8, torch.float64)).train()
+    twin = copy.deepcopy(stock("llama", 8, torch.float64)).train()
+    (r,) = sample(lm, make_prompts([6]), every=3, new=14)
+    weights = torch.linspace(-1.0, 1.0, 14, dtype=torch.float64)
+    (kvrl.logprobs(lm, [r], backend="mask")[0] * weights).sum().backward()
+    ids, where, gone = by_hand(r, 3)
+    q, k = torch.arange(len(ids))[:, None], torch.arange(len(ids))
+    hidden = (k > q) | (q >= torch.tensor(gone))
+    mask = torch.zeros(1, 1, *hidden.shape, dtype=torch.float64).masked_fill(hidden, -1e300)
+    logits = twin(
+        input_ids=torch.tensor([ids]), attention_mask=mask, position_ids=torch.tensor([where]), use_cache=False
+    ).logits[0]  # fmt: skip
+    logits = torch.cat([logits[:, :BEACON], logits[:, BEACON + 1 :]], dim=1)  # the beacon is the last id
+    raw = [i for i, token in enumerate(ids) if token != BEACON]
+    logps = logits[raw[5:-1]].log_softmax(-1).gather(1, torch.tensor(r.completion_ids)[:, None])[:, 0]
+    (logps * weights).sum().backward()
+    for (name, mine), theirs in zip(lm.named_parameters(), twin.parameters(), strict=True):
+        assert gap(mine.grad, theirs.grad) < 1e-9 * max(1.0, float(theirs.grad.abs().max())), name
+    assert lm.get_input_embeddings().weight.grad[BEACON].abs().max() > 1e-3  # a beacon's embedding learns
+
+
+def test_an_evicted_window_is_gone():
+    """Keys and values of a closed window: its beacon reads them, nothing after it does."""
+    plan = Beacons(BEACON, 3)
+    trace = plan.trace(1, 2, 4, 12)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, heads, trace.num_tokens, 8, generator=generator) for heads in (4, 2, 2))
+    call = AttentionCall(0, q, k, v, scaling=0.3, window=None, softcap=None, s_aux=None)
+    first, beacon = plan.fed([0] * 4, [1] * 12).at[0], 4 + 3
+    changed = dataclasses.replace(call, k=k.clone(), v=v.clone())
+    changed.k[:, :, first], changed.v[:, :, first] = 7.0, -7.0
+    with_beacons = [attend_mask(c, trace.evicted_at()[None, 0]) for c in (call, changed)]
+    without = [attend_mask(c, None) for c in (call, changed)]
+    after = slice(beacon + 1, None)
+    assert torch.equal(with_beacons[0][:, :, after], with_beacons[1][:, :, after])
+    assert (with_beacons[0] - with_beacons[1])[:, :, beacon].abs().min() > 0
+    assert (without[0] - without[1])[:, :, after].abs().amin() > 0
+
+
+def test_the_beacon_has_no_probability():
+    lm = copy.deepcopy(model())
+    lm.lm_head.weight.data[BEACON] *= 50
+    hidden = torch.randn(6, 64)
+    logits, plain = Head(lm)(hidden), lm.lm_head(hidden)
+    assert bool((plain.argmax(-1) == BEACON).any()) and torch.equal(logits[:, :BEACON], plain[:, :BEACON])
+    assert bool(logits[:, BEACON].isneginf().all())
+    for fields in ({}, {"temperature": 0.0}, {"top_k": BEACON + 1}, {"top_p": 0.99}):
+        rollouts = sample(lm, sampling_fields=fields)
+        assert all(BEACON not in r.completion_ids for r in rollouts)
+        assert gap(replay(lm, rollouts, backend="mask"), kvrl.sampler_logprobs(rollouts)) < 1e-4
+        dense = kvrl.rollout(lm, make_prompts(), cache=helpers.cache("dense"), sampling=helpers.sampling(9, **fields))
+        assert all(BEACON not in r.completion_ids for r in dense)  # under any policy
+        assert gap(replay(lm, dense), kvrl.sampler_logprobs(dense)) < 1e-4
+
+
+@pytest.mark.parametrize("fields", [{"top_p": 0.9}, {"temperature": 1.4}, {"top_k": 5, "temperature": 0.7}])
+def test_other_sampling(fields):
+    lm, rollouts = model("gemma2"), sample(model("gemma2"), sampling_fields=fields)
+    assert gap(replay(lm, rollouts, backend="mask"), kvrl.sampler_logprobs(rollouts)) < 1e-4
+    if "top_p" not in fields and "top_k" not in fields:
+        assert gap(oracle(stock("gemma2"), rollouts), kvrl.sampler_logprobs(rollouts)) < 1e-4
+
+
+def test_tokens_left_out_leave_the_others_as_they_were():
+    lm, rollouts = model(), sample(every=3)
+    whole = replay(lm, rollouts, backend="mask")
+    cut = torch.arange(23) % 4 != 1
+    masked = replay(lm, [dataclasses.replace(r, loss_mask=cut) for r in rollouts], backend="mask")
+    assert torch.equal(masked[:, ~cut], torch.zeros(3, 6)) and gap(masked[:, cut], whole[:, cut]) < 1e-6
+
+
+def test_padded_equals_unpadded(double):
+    lm = model("gemma2", 8, torch.float64, "shared")
+    rollouts = sample(lm)
+    together = replay(lm, rollouts, backend="mask")
+    for i, r in enumerate(rollouts):
+        assert gap(replay(lm, [r], backend="mask")[0], together[i]) < 1e-10
+    dense = kvrl.rollout(lm, make_prompts([9]), cache=helpers.cache("dense"), sampling=helpers.sampling(23))
+    mixed = replay(lm, [rollouts[0], *dense], backend="mask")  # with and without beacons in one batch
+    assert gap(mixed[0], together[0]) < 1e-10 and gap(mixed[1], kvrl.sampler_logprobs(dense)[0]) < 2e-6
+
+
+def test_experts_are_recorded_for_beacons_too():
+    lm = model("qwen3_moe")
+    rollouts = sample(lm)
+    with RoutingRecorder.attached(lm, batch_invariant=False) as recorder, torch.no_grad():
+        Scorer(lm, backend="mask")(rollouts)
+    length = max(r.trace.num_tokens for r in rollouts)
+    learner = torch.stack([x.view(len(rollouts), length, -1) for x in recorder.newest], dim=1)
+    for i, r in enumerate(rollouts):
+        assert r.routing.shape[1] == len(r.fed.ids) - 1 > r.num_tokens
+        mine = learner[i, :, : r.routing.shape[1]].sort(-1).values
+        assert torch.equal(mine.to(torch.int16), r.routing.sort(-1).values)
+
+
+def test_distillation_compares_the_views_at_the_raw_tokens(double):
+    lm = model("llama", 8, torch.float64)
+    rollouts = sample(lm, make_prompts([5, 11]), every=2, new=9)
+    scored = Scorer(lm, backend="mask")(rollouts, view="dense", distill=Distillation("dense"))
+    twin = stock("llama", 8, torch.float64)
+    for i, r in enumerate(rollouts):
+        with torch.no_grad():
+            full = twin(input_ids=torch.tensor([r.token_ids]), use_cache=False).logits[0]
+            ids, _, gone = by_hand(r, 2)
+            q, k = torch.arange(len(ids))[:, None], torch.arange(len(ids))
+            hidden = ((k > q) | (q >= torch.tensor(gone)))[None, None]
+            mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -1e300)
+            seen = twin(input_ids=torch.tensor([ids]), attention_mask=mask, use_cache=False).logits[0]
+        full[:, BEACON] = seen[:, BEACON] = -torch.inf
+        raw, prompt = [j for j, token in enumerate(ids) if token != BEACON], len(r.prompt_ids)
+        expected = kl_divergence(seen[raw][prompt - 1 : -1], full[prompt - 1 : -1])
+        assert gap(scored.divergence[i], expected) < 1e-9 and expected.max() > 1e-3
+
+
+def test_segments_says_that_it_cannot():
+    with pytest.raises(kvrl.KvrlError, match="replay.backend: segments .* use 'mask'"):
+        replay(model(), sample())
+    short = sample(new=2, every=5)  # no beacon was fed: the full cache
+    assert gap(replay(model(), short), kvrl.sampler_logprobs(short)) < 1e-4
+
+
+def test_a_changed_trace_is_refused():
+    (r,) = sample(prompts=make_prompts([5]), every=3)
+    events = r.trace.events.clone()
+    events[0, 1, 6] = -1
+    for trace in (
+        dataclasses.replace(r.trace, events=events),
+        dataclasses.replace(r.trace, evicted_at_event=r.trace.evicted_at_event + 1),
+        kvrl.KVTrace.dense(2, 2, r.trace.num_tokens),
+    ):
+        with pytest.raises(kvrl.KvrlError, match="evicts other entries than its beacons of every 3 tokens do"):
+            replay(model(), [dataclasses.replace(r, trace=trace)], backend="mask")
+    with pytest.raises(kvrl.KvrlError, match="trace covers 35 tokens, the rollout has 28"):
+        replay(model(), [dataclasses.replace(r, beacons=None)], backend="mask")
+
+
+def test_a_rollout_and_its_trace_are_kept_on_disk(tmp_path):
+    (r,) = sample(prompts=make_prompts([5]), every=3)
+    r.trace.save(tmp_path / "trace")
+    again = dataclasses.replace(pickle.loads(pickle.dumps(r)), trace=kvrl.KVTrace.load(tmp_path / "trace"))
+    assert again.beacons == r.beacons
+    assert torch.equal(replay(model(), [again], backend="mask"), replay(model(), [r], backend="mask"))
+
+
+def test_windows_are_checked_as_in_every_trace():
+    rollouts = sample(model("gemma2", 8))
+    with pytest.raises(kvrl.KvrlError, match="trace.windows: layer 0 was sampled with a window of 8"):
+        replay(model("gemma2", 40), rollouts, backend="mask")
+
+
+def test_replay_reads_positions_for_windows_alone():
+    """Without a sliding window a context's positions change nothing; with one they do where beacons share them."""
+    plan = Beacons(BEACON, 2, "shared")
+    trace, positions = plan.trace(1, 2, 4, 12), plan.fed([0] * 4, [1] * 12).positions[None]
+    q, k, v = (torch.randn(1, heads, trace.num_tokens, 8) for heads in (4, 2, 2))
+    for window, same in ((None, True), (4, False)):
+        call = AttentionCall(0, q, k, v, scaling=0.3, window=window, softcap=None, s_aux=None)
+        plain, placed = (
+            ReplayContext([trace], trace.num_tokens, backend="mask", positions=p).attend(call)
+            for p in (None, positions)
+        )
+        assert torch.equal(plain, placed) == same
