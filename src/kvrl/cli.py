@@ -18,7 +18,7 @@ from typing import Literal, NoReturn, TextIO
 from kvrl import __version__
 from kvrl.errors import KvrlError
 
-METHODS = ("dense", "naive", "corrected", "sparse_rl", "shadow_mask")
+METHODS = ("dense", "naive", "corrected", "sparse_rl", "shadow_mask", "breadcrumbs")
 DTYPES = ("float32", "bfloat16")
 
 # What is not a field of the configuration

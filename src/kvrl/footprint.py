@@ -67,7 +67,7 @@ class Footprint:
 
     def resident(self) -> dict[str, int]:
         """What stays for the whole run: weights, AdamW's two moments (three with fp32 masters), further models."""
-        config, distill = self.config, self.config.distill if self.config.distills else None
+        config, distill = self.config, self.config.distillation
         masters = any(p.dtype != torch.float32 for p in self.model.parameters() if p.requires_grad)
         reference = config.settings.beta > 0 or (distill is not None and distill.teacher_weights == "start")
         average = distill is not None and distill.teacher_weights == "average"
@@ -99,14 +99,14 @@ class Footprint:
         """The view of each forward with a gradient: the policy's, a separate critic's, a distilled view's."""
         own = self.config.learner_view
         views = [own, own] if self.separate_critic else [own]
-        if self.config.distills and self.config.distill.teacher == own:
+        if self.config.distillation is not None and self.config.distillation.teacher == own:
             views.append("dense" if own == "sparse" else "sparse")
         return views
 
     def saved(self, view: View) -> Saved:
         """One sequence's saved tensors. `flex` counts as a fused kernel over the whole sequence."""
         backend = self.config.replay.backend
-        trace = None if view == "dense" else self.trace(self.config.rollout_cache)
+        trace = None if view == "dense" else self.trace(self.config.replayed_cache)
         length = self.max_tokens if trace is None else trace.num_tokens  # beacons are fed too
         if backend == "flex":
             return saved_bytes(self.model, length, None)
@@ -119,7 +119,8 @@ class Footprint:
         """
         saved = [self.saved(view) for view in self.gradient_views]
         layer = max(s.layer for s in saved)
-        chunks = len(saved) + self.config.distills  # hidden states [tokens, E] that the head's chunks are made from
+        # hidden states [tokens, E] that the head's chunks are made from
+        chunks = len(saved) + (self.config.distillation is not None)
         width = text_config(self.model).hidden_size * DTYPES[self.config.model.dtype].itemsize
         scored = chunks * self.config.sampling.max_completion_length * width
         return {
@@ -130,7 +131,7 @@ class Footprint:
 
     def logits(self) -> int:
         """One chunk of the learner's logits, and the head's fp32 gradient (and copy, over bf16 weights)."""
-        copies = DISTILL_COPIES if self.config.distills else SCORE_COPIES
+        copies = SCORE_COPIES if self.config.distillation is None else DISTILL_COPIES
         tokens = min(self.config.replay.logprob_chunk, self.rows * self.config.sampling.max_completion_length)
         return copies * tokens * self.vocabulary * FP32 + self.head + self.head_copy
 

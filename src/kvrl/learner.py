@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,6 +89,8 @@ class Scored(NamedTuple):
     """Nats, differentiable: the distillation's KL between the whole distributions of the two views."""
     top_k_error: Tensor | None = None
     """Nats, without gradient: what the divergence lacks because of `top_k`."""
+    distill_seconds: float = 0.0
+    """What the forward of student, teacher and divergence took, beside the rest."""
 
 
 class Scorer(nn.Module):
@@ -115,19 +118,20 @@ class Scorer(nn.Module):
         values = divergence = error = None
         if self.critic is not None:
             values = self.critic(hidden, rollouts, view, self.backend)[targets.at]  # [P]
+        start = now(hidden.device)
         if distill is not None:
             student, teacher = distill.hidden_states(self.model, rollouts, view, hidden, self.backend)
             learns = student[targets.row, predictors(rollouts, distill.student).to(hidden.device)]
             teaches = teacher[targets.row, predictors(rollouts, distill.teacher).to(hidden.device)]
             divergence, error = self.in_chunks(partial(distill.chunk, self.model), learns, teaches, *given[1:])
-
+        seconds = now(hidden.device) - start
         shape = (len(rollouts), max(len(r.completion_ids) for r in rollouts))
 
         def spread(x: Tensor | None) -> Any:
             index = (targets.row, targets.column)
             return None if x is None else x.new_zeros(shape).index_put(index, x)
 
-        return Scored(*map(spread, (logps, entropy, values, divergence, error)))
+        return Scored(*map(spread, (logps, entropy, values, divergence, error)), distill_seconds=seconds)
 
     def in_chunks(self, func: Callable, first: Tensor, *more: Tensor | None) -> list[Tensor]:
         """func on slices of tensors [P, ...]: two results [P], differentiable.
@@ -148,6 +152,13 @@ def predictors(rollouts: Sequence[Rollout], view: View) -> Tensor:
     The raw token before it predicts a token, though under `sparse` a beacon may stand between them.
     """
     return torch.cat([seen(r, view).predictor[r.loss_mask] for r in rollouts])
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock, read when the device has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def make_targets(rollouts: Sequence[Rollout], device: torch.device | str, view: View = "sparse") -> Targets:

@@ -163,7 +163,7 @@ def test_an_end_around_a_windows_end(ends_at, beacons):
     )[free.index(chosen)]
     assert ended.completion_ids == chosen.completion_ids[: ends_at + 1] and ended.finish_reason == "eos"
     assert len(ended.fed.beacons) == ended.trace.num_events == beacons
-    assert gap(replay(model(), [ended], backend="mask")[0], ended.logprobs) < 1e-4
+    assert gap(replay(model(), [ended])[0], ended.logprobs) < 1e-4
 
 
 @pytest.mark.parametrize("eos", [[], list(range(97)), list(range(50))])

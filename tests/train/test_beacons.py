@@ -11,32 +11,16 @@ from kvrl.beacons.config import BeaconSet, beacons_of
 from kvrl.cli import main
 from kvrl.errors import KvrlError
 from kvrl.eval.run_defaults import run_of
-from kvrl.train.config import Config
 from kvrl.train.preflight import unclosed
 from kvrl.train.run import build
 from kvrl.train.setup import load_model
 from kvrl.train.trainer import train
-from runs import TASK, metrics_of
+from runs import make_beacon_config as make
+from runs import metrics_of
 
-EVERY = [2, 3]
 
-
-def make(folder, **changes) -> Config:
-    base = {
-        "method": "shadow_mask",
-        "output_dir": str(folder),
-        "task": TASK,
-        "warm_start": {"steps": 6, "batch_size": 16, "learning_rate": 3e-3},
-        "cache": {"policy": "beacon", "params": {"every": EVERY}},
-        "replay": {"backend": "mask"},
-        "sampling": {"max_completion_length": 30},
-        "grpo": {"num_generations": 4},
-        "train": {"max_steps": 2, "prompts_per_step": 3, "learning_rate": 1e-3},
-        "eval": {"n": 0},
-    }
-    for name, value in changes.items():
-        base[name] = {**base[name], **value} if isinstance(base.get(name), dict) and isinstance(value, dict) else value
-    return Config(**base)
+def beacons(**params):
+    return {"policy": "beacon", "params": params}
 
 
 def test_a_run_learns_by_replay_and_its_folder_decodes_with_beacons(tmp_path, capsys):
@@ -98,20 +82,19 @@ def test_a_folder_trained_with_other_windows_is_refused(tmp_path):
 
     make_start(make(tmp_path), tmp_path / "start", lambda text: None)
     for every in (2, [2, 3]):
-        config = make(tmp_path, model={"path": str(tmp_path / "start")}, cache={"params": {"every": every}})
+        config = make(tmp_path, model={"path": str(tmp_path / "start")}, cache=beacons(every=every))
         build(config.model_copy(update={"warm_start": None}), lambda text: None)
     with pytest.raises(KvrlError, match="cache.params.every: 5 is not one of the 2, 3 that the model was trained with"):
-        build(make(tmp_path, model={"path": str(tmp_path / "start")}, cache={"params": {"every": [2, 5]}}), print)
+        build(make(tmp_path, model={"path": str(tmp_path / "start")}, cache=beacons(every=[2, 5])), print)
 
 
 @pytest.mark.parametrize("changes, message", [
-    ({"cache": {"params": {}}}, "cache.params.every: is missing; give the raw tokens that a beacon stands for"),
-    ({"cache": {"params": {"every": 0}}}, "cache.params.every: 0 is below 1"),
-    ({"cache": {"params": {"every": [4, 31]}}}, r"every: 31 is over sampling.max_completion_length \(30\)"),
-    ({"cache": {"budget": 12}}, "cache.budget: has no meaning under cache.policy beacon"),
-    ({"replay": {"backend": "segments"}}, "replay.backend: segments replays evictions of a budget and buffer"),
+    ({"cache": beacons()}, "cache.params.every: is missing; give the raw tokens that a beacon stands for"),
+    ({"cache": beacons(every=0)}, "cache.params.every: 0 is below 1"),
+    ({"cache": beacons(every=[4, 31])}, r"every: 31 is over sampling.max_completion_length \(30\)"),
+    ({"cache": {**beacons(every=2), "budget": 12}}, "cache.budget: has no meaning under cache.policy beacon"),
     ({"eval": {"budgets": [24, "full"]}}, "eval.budgets: 24 has no meaning under cache.policy beacon"),
-    ({"cache": {"policy": "rkv", "params": {}}, "beacons": {"start": "mean"}}, "cache.policy rkv has no beacons"),
+    ({"cache": {"policy": "rkv"}, "beacons": {"start": "mean"}}, "cache.policy rkv has no beacons"),
 ])  # fmt: skip
 def test_mistakes(tmp_path, changes, message):
     with pytest.raises(KvrlError, match=message):
@@ -119,5 +102,5 @@ def test_mistakes(tmp_path, changes, message):
 
 
 def test_windows_that_never_close_are_told():
-    config = make("runs/none", cache={"params": {"every": [4, 28, 29, 30]}})
+    config = make("runs/none", cache=beacons(every=[4, 28, 29, 30]))
     assert [text.split(":")[1].split()[3] for text in unclosed(config.cache, 30)] == ["29", "30"]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrl.attention import flex, segments
+from kvrl.attention.blocks import Block, attend_blocks, make_blocks
 from kvrl.attention.kernels import attend
 from kvrl.attention.seam import AttentionCall
 from kvrl.cache.trace import NEVER, KVTrace
@@ -44,6 +45,7 @@ class ReplayContext:
         self.backend, self.length = backend, length
         self.evicted_at: Tensor | None = None
         self.plan: segments.Plan | None = None
+        self.blocks: list[Block] | None = None
         self.windows: list[int] | None = None
         self.managed: list[bool] | None = None
         self.positions = positions
@@ -57,7 +59,9 @@ class ReplayContext:
             return  # nothing went: the dense view
         self.managed = one_of_all("managed layers", [trace.managed.tolist() for trace in evicting])
         self.capacity = max(trace.capacity for trace in evicting)
-        if backend == "segments":
+        if backend == "segments" and all(trace.capacity == 0 for trace in evicting):  # no schedule: beacons
+            self.blocks = make_blocks(traces, length, device)
+        elif backend == "segments":
             self.plan = segments.Plan.from_traces(traces, length, device)
         else:
             self.evicted_at = stack_lifetimes(traces, length).to(device)  # [L, B, H, T]
@@ -68,6 +72,8 @@ class ReplayContext:
         Raises KvrlError for traces of a model with other sliding windows.
         """
         self._check_window(call)
+        if self.blocks is not None:
+            return attend_blocks(call, self.blocks, self.positions)
         if self.backend == "segments":
             return segments.attend_segments(call, self.plan)
         lifetimes = None if self.evicted_at is None else self.evicted_at[call.layer]  # [B, H, T]

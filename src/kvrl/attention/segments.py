@@ -46,11 +46,6 @@ class Plan:
                 "split the batch or use 'mask'"
             )
         budget, buffer = schedules.pop()
-        if not buffer:
-            raise KvrlError(
-                "replay.backend: segments replays evictions of a budget and buffer, and beacons have none; use 'mask' "
-                "(or 'flex' on CUDA)"
-            )
         for b, trace in enumerate(traces):
             if not trace.num_events and trace.num_tokens - 1 > budget + buffer:
                 raise KvrlError(

@@ -238,9 +238,9 @@ def noise_floor(subject: Subject, seed: int) -> Figures:
     return Figures.of(torch.cat(difference).abs())
 
 
-def backends(subject: Subject, cache: CacheConfig | None = None) -> list[Backend]:
-    """Every replay that this device, model and cache have."""
-    found: list[Backend] = ["mask"] if cache is not None and cache.is_beacon else ["mask", "segments"]
+def backends(subject: Subject) -> list[Backend]:
+    """Every replay that this device and model have."""
+    found: list[Backend] = ["mask", "segments"]
     cuda = next(subject.model.parameters()).device.type == "cuda"
     sinks = any(name.endswith(".sinks") for name, _ in subject.model.named_parameters())
     return [*found, "flex"] if cuda and not sinks else found
@@ -271,7 +271,7 @@ def examine(subject: Subject, cache: CacheConfig, seed: int, error: float | None
     """Sample under one policy, replay with every backend, compare with the oracle, and judge."""
     rollouts = sample(subject, cache, seed)
     recorded = torch.cat([r.logprobs for r in rollouts])
-    replays = {backend: _replayed(subject, rollouts, backend) for backend in backends(subject, cache)}
+    replays = {backend: _replayed(subject, rollouts, backend) for backend in backends(subject)}
     figures = {backend: Figures.of((replay - recorded).abs()) for backend, replay in replays.items()}
     worst = Figures(*(max(getattr(f, name) for f in figures.values()) for name in ("max", "mean", "p99")))
     dense = Figures.of(_difference(subject, rollouts, "segments", dense=True))

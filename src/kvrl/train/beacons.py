@@ -1,12 +1,15 @@
-"""Beacons in a run's configuration: their section, and what does not go together with them."""
+"""Beacons in a run's configuration: their sections, and what does not go together with them."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
 
 from kvrl.beacons.config import check_limit, params_of
 from kvrl.errors import KvrlError
-from kvrl.train.section import Section
+from kvrl.objectives.distill import KLKind
+from kvrl.train.section import NonNegative, Section
 
 if TYPE_CHECKING:
     from kvrl.train.config import Config
@@ -21,9 +24,46 @@ class BeaconSettings(Section):
     """Where its embedding starts: `mean` of all others, or a token whose embedding it takes."""
 
 
+class BreadcrumbsSettings(Section):
+    """Method `breadcrumbs`: the step's rollouts, sampled with the full cache, teach the beacon policy too."""
+
+    rl: bool = True
+    """The uncompressed policy learns from the rewards in the same steps (joint). false: distillation alone, for a model
+    whose reinforcement learning is over (sequential)."""
+    weight: NonNegative = 1.0
+    """Weight of the distillation, a mean KL over response tokens."""
+    kl: KLKind = "forward"
+    """`forward` is KL(teacher || student), `reverse` KL(student || teacher), `js` Jensen-Shannon; the beacon policy is
+    the student."""
+    teacher: Literal["live", "start", "average"] = "live"
+    """Whose weights teach, without beacons: the policy's as they are, the starting model's (under LoRA the base without
+    adapters, or with those of the warm start), or a moving average of the policy's."""
+    average_decay: float = Field(0.99, ge=0, lt=1)
+    """Decay of the average after each optimiser step."""
+    top_k: int | None = Field(None, ge=1)
+    """Ids of the teacher's distribution that are told apart, the rest being one event; None: all."""
+    warmup_steps: int = Field(0, ge=0)
+    """Rollout batches over which the weight rises from 0."""
+
+
 def check_beacons(config: Config) -> None:
     """Raise KvrlError for beacons that the rest of a configuration does not allow."""
-    cache = config.cache
+    cache, own = config.cache, config.breadcrumbs
+    if config.method != "breadcrumbs":
+        if given := sorted(own.model_fields_set):
+            raise KvrlError(
+                f"breadcrumbs.{given[0]}: has no meaning under method {config.method}; set method to breadcrumbs, or "
+                f"leave breadcrumbs.{given[0]} out"
+            )
+    elif not cache.is_beacon:
+        raise KvrlError(
+            f"cache.policy: {cache.policy} has no beacons, which method breadcrumbs teaches; set cache.policy to beacon"
+        )
+    elif not own.weight:
+        raise KvrlError(
+            "breadcrumbs.weight: 0 teaches no beacon; raise it above 0, or set method to dense for the uncompressed "
+            "policy alone"
+        )
     if not cache.is_beacon:
         if given := sorted(config.beacons.model_fields_set):
             raise KvrlError(
@@ -43,8 +83,3 @@ def check_beacons(config: Config) -> None:
             "draw one for each completion"
         )
     check_limit(rates, config.sampling.max_completion_length)
-    if config.method != "dense" and config.replay.backend == "segments":
-        raise KvrlError(
-            "replay.backend: segments replays evictions of a budget and buffer, and beacons have none; set "
-            "replay.backend to mask (or to flex, on CUDA)"
-        )

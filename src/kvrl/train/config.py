@@ -29,11 +29,11 @@ from kvrl.train.algorithms.settings import (
     PpoSettings,
     RlooSettings,
 )
-from kvrl.train.beacons import BeaconSettings, check_beacons
+from kvrl.train.beacons import BeaconSettings, BreadcrumbsSettings, check_beacons
 from kvrl.train.section import NonNegative, Positive, Section
 from kvrl.views import View
 
-Method = Literal["dense", "naive", "corrected", "sparse_rl", "shadow_mask"]
+Method = Literal["dense", "naive", "corrected", "sparse_rl", "shadow_mask", "breadcrumbs"]
 AlgorithmName = Literal["grpo", "rloo", "ppo", "online_dpo"]
 DType = Literal["float32", "bfloat16"]
 Budget = Annotated[int, Field(ge=1)] | Literal["full"]
@@ -223,6 +223,7 @@ class Config(Section):
     correction: CorrectionConfig = CorrectionConfig()
     sparse_rl: SparseRLConfig = SparseRLConfig()
     distill: DistillSettings = DistillSettings()
+    breadcrumbs: BreadcrumbsSettings = BreadcrumbsSettings()
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutSettings = RolloutSettings()
     replay: ReplaySettings = ReplaySettings()
@@ -245,9 +246,15 @@ class Config(Section):
         return self.settings.num_iterations * self.settings.num_minibatches
 
     @property
-    def distills(self) -> bool:
-        """Whether the views are distilled into each other."""
-        return self.method == "shadow_mask" and self.distill.weight > 0
+    def distillation(self) -> DistillSettings | None:
+        """The distillation between the views, if there is one: of `distill`, or the beacon policy's."""
+        if self.method == "breadcrumbs":
+            own = self.breadcrumbs
+            return DistillSettings(
+                weight=own.weight, teacher="dense", teacher_weights=own.teacher, average_decay=own.average_decay,
+                kl=own.kl, top_k=own.top_k, warmup_steps=own.warmup_steps,
+            )  # fmt: skip
+        return self.distill if self.method == "shadow_mask" and self.distill.weight > 0 else None
 
     @property
     def learner_view(self) -> View:
@@ -257,12 +264,17 @@ class Config(Section):
     @property
     def sampler_view(self) -> View:
         """The view that the sampler's own log-probs are in."""
-        return "dense" if self.method == "dense" else "sparse"
+        return "dense" if self.rollout_cache.is_dense else "sparse"
 
     @property
     def rollout_cache(self) -> CacheConfig:
-        """The rollouts' cache: under method dense the full one, `cache` being kept for the evaluation."""
-        return self.cache.as_dense() if self.method == "dense" else self.cache
+        """The rollouts' cache: under dense and breadcrumbs the full one, `cache` being what is evaluated or taught."""
+        return self.cache.as_dense() if self.method in ("dense", "breadcrumbs") else self.cache
+
+    @property
+    def replayed_cache(self) -> CacheConfig:
+        """The cache whose trace the view `sparse` replays: the rollouts', or the one that breadcrumbs teaches."""
+        return self.cache if self.method == "breadcrumbs" else self.rollout_cache
 
     @property
     def slots(self) -> int:
@@ -330,7 +342,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _distillation_fits_the_algorithm(self) -> Config:
-        if self.distills and self.distill.positive_only and self.algorithm == "online_dpo":
+        if self.distillation and self.distillation.positive_only and self.algorithm == "online_dpo":
             raise KvrlError("distill.positive_only: online_dpo compares pairs and has no advantages; set it to false")
         return self
 
