@@ -13,6 +13,7 @@ import helpers
 import kvrl
 from beacon_models import BEACON, by_hand, make_prompts, model, oracle, sample
 from helpers import DENSE_MISMATCH, gap, replay, stock
+from kvrl.attention.blocks import make_blocks
 from kvrl.attention.replay import ReplayContext, attend_mask
 from kvrl.attention.seam import AttentionCall
 from kvrl.beacons.plan import Beacons
@@ -38,8 +39,8 @@ def test_families(name, window, positions):
     assert len({r.beacons.every for r in sample(lm, make_prompts([4] * 8), new=2)}) > 1
     sampled, limit = kvrl.sampler_logprobs(rollouts), bar(twin, rollouts)
     assert gap(sampled, oracle(twin, rollouts, positions)) <= limit
-    assert gap(sampled, replay(lm, rollouts, backend="mask")) <= limit
     for backend in ("mask", "segments"):
+        assert gap(sampled, replay(lm, rollouts, backend=backend)) <= limit
         assert gap(sampled, replay(lm, rollouts, view="dense", backend=backend)) > DENSE_MISMATCH
 
 
@@ -47,11 +48,13 @@ def test_families(name, window, positions):
 @pytest.mark.parametrize("name, window, positions", [
     ("llama", 8, "sequence"), ("gemma2", 8, "shared"), ("gemma2", 8, "sequence"), ("gpt_oss", 40, "shared"),
 ])  # fmt: skip
-def test_float64_leaves_no_room_for_a_small_mistake(name, window, positions, every, double):
+def test_float64_leaves_no_room_for_a_small_mistake(name, window, positions, every, double, monkeypatch):
+    monkeypatch.setattr("kvrl.attention.blocks.SIZE", 5)  # many blocks, some of them without a window's end
     lm, twin = model(name, window, torch.float64, positions), stock(name, window, torch.float64)
     rollouts = sample(lm, every=every)
     truth = oracle(twin, rollouts, positions, torch.float64)
     assert gap(replay(lm, rollouts, backend="mask"), truth) < 1e-10
+    assert gap(replay(lm, rollouts, backend="segments"), truth) < 1e-10
     assert gap(kvrl.sampler_logprobs(rollouts), truth) < 2e-6  # recorded in fp32
 
 
@@ -71,12 +74,14 @@ def test_positions_matter(double):
     assert gap(replay(shared, other, backend="mask"), kvrl.sampler_logprobs(rollouts)) > DENSE_MISMATCH
 
 
-def test_a_stock_forward_under_a_hand_made_mask_has_the_same_gradients(double):
+@pytest.mark.parametrize("backend", ["mask", "segments"])
+def test_a_stock_forward_under_a_hand_made_mask_has_the_same_gradients(backend, double, monkeypatch):
+    monkeypatch.setattr("kvrl.attention.blocks.SIZE", 4)
     lm = copy.deepcopy(model("llama", 8, torch.float64)).train()
     twin = copy.deepcopy(stock("llama", 8, torch.float64)).train()
     (r,) = sample(lm, make_prompts([6]), every=3, new=14)
     weights = torch.linspace(-1.0, 1.0, 14, dtype=torch.float64)
-    (kvrl.logprobs(lm, [r], backend="mask")[0] * weights).sum().backward()
+    (kvrl.logprobs(lm, [r], backend=backend)[0] * weights).sum().backward()
     ids, where, gone = by_hand(r, 3)
     q, k = torch.arange(len(ids))[:, None], torch.arange(len(ids))
     hidden = (k > q) | (q >= torch.tensor(gone))
@@ -152,6 +157,7 @@ def test_padded_equals_unpadded(double):
     dense = kvrl.rollout(lm, make_prompts([9]), cache=helpers.cache("dense"), sampling=helpers.sampling(23))
     mixed = replay(lm, [rollouts[0], *dense], backend="mask")  # with and without beacons in one batch
     assert gap(mixed[0], together[0]) < 1e-10 and gap(mixed[1], kvrl.sampler_logprobs(dense)[0]) < 2e-6
+    assert gap(replay(lm, [*dense, rollouts[0]], backend="segments"), mixed.flip(0)) < 1e-10
 
 
 def test_experts_are_recorded_for_beacons_too():
@@ -186,11 +192,30 @@ def test_distillation_compares_the_views_at_the_raw_tokens(double):
         assert gap(scored.divergence[i], expected) < 1e-9 and expected.max() > 1e-3
 
 
-def test_segments_says_that_it_cannot():
-    with pytest.raises(kvrl.KvrlError, match="replay.backend: segments .* use 'mask'"):
-        replay(model(), sample())
-    short = sample(new=2, every=5)  # no beacon was fed: the full cache
-    assert gap(replay(model(), short), kvrl.sampler_logprobs(short)) < 1e-4
+def test_blocks_hold_what_is_alive_and_no_more(monkeypatch):
+    """Prompt of 2, seven raw tokens, windows of 2, in blocks of 4: 2 + [r r B r | r B r r | r]."""
+    monkeypatch.setattr("kvrl.attention.blocks.SIZE", 4)
+    trace = Beacons(BEACON, 2).trace(1, 1, 2, 7)
+    first, second, third = make_blocks([trace], 11, "cpu")
+    assert first.keys.tolist() == [[0, 1, 2, 3]] and bool((first.visible[0, 0] == torch.ones(4, 4).tril()).all())
+    assert second.keys.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]  # the first window is read by the beacon at 4
+    assert second.visible[0, 0].int().tolist() == [
+        [1, 1, 1, 1, 1, 0, 0, 0], [1, 1, 0, 0, 1, 1, 0, 0], [1, 1, 0, 0, 1, 1, 1, 0], [1, 1, 0, 0, 1, 1, 1, 1],
+    ]  # fmt: skip
+    assert third.keys.tolist() == [[0, 1, 4, 7, 8, 9, 10]]
+    both = make_blocks([trace, kvrl.KVTrace.dense(1, 1, 9)], 11, "cpu")
+    assert both[2].keys.tolist() == [[0, 1, 4, 7, 11, 11, 11, 11, 8, 9, 10], [*range(11)]]
+    assert both[2].visible[0, 0].int().tolist() == [
+        [1, 1, 1, 1, 0, 0, 0, 0, 1, 0, 0], [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0], [1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 1],
+    ]  # fmt: skip
+
+
+def test_segments_needs_lifetimes_that_all_heads_share():
+    (r,) = sample(prompts=make_prompts([5]), every=3)
+    events = r.trace.events.clone()
+    events[0, 1, 6] = -1
+    with pytest.raises(kvrl.KvrlError, match="only if all layers and heads lose the same entries; use 'mask'"):
+        make_blocks([dataclasses.replace(r.trace, events=events)], r.trace.num_tokens, "cpu")
 
 
 def test_a_changed_trace_is_refused():

@@ -89,9 +89,8 @@ def test_beacons(capsys, family):
     for r in report["reports"]:
         assert r["max_abs_logp_diff"] <= 1e-4 and r["oracle_max_abs_logp_diff"] <= 3 * r["stock_error"]
         if r["policy"] == "beacon":
-            assert (
-                set(r["backends"]) == {"mask", "segments"} and r["evictions"] > 20 and r["budget"] == r["buffer"] == 0
-            )
+            assert r["evictions"] > 20 and r["budget"] == r["buffer"] == 0
+        assert set(r["backends"]) == {"mask", "segments"}
     (r,) = run(capsys, "--model", "tiny:llama", "--policy", "beacon", "--every", "10")[1]["reports"]
     assert r["evictions"] == 9  # three in each of three completions of 40
 
