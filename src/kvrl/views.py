@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from kvrl.attention.probe import check_length, prepare, rope_limit, text_config
 from kvrl.attention.replay import Backend, ReplayContext
+from kvrl.beacons.config import BeaconSet, beacons_of
 from kvrl.beacons.plan import Fed
 from kvrl.errors import KvrlError
 from kvrl.head import decoder
@@ -30,13 +31,15 @@ def hidden_states(model: nn.Module, rollouts: Sequence[Rollout], view: View, bac
         raise KvrlError("rollouts: is empty; give at least one")
     device, config = next(model.parameters()).device, text_config(model)
     check_traces(rollouts, config)
+    check_beacons(rollouts, beacons_of(model))
     fed = [seen(r, view) for r in rollouts]
     length = max(len(f.ids) for f in fed)
-    ids, positions = torch.zeros(2, len(fed), length, dtype=torch.long)
-    positions += torch.arange(length)
+    longest = max(int(f.positions[-1]) for f in fed) + 1
+    check_length(rope_limit(config), longest, "rollouts")
+    ids = torch.zeros(len(fed), length, dtype=torch.long)
+    positions = torch.arange(length).clamp(max=longest - 1).repeat(len(fed), 1)  # no padding beyond what is real
     for i, f in enumerate(fed):
         ids[i, : len(f.ids)], positions[i, : len(f.ids)] = f.ids, f.positions
-    check_length(rope_limit(config), int(positions.max()) + 1, "rollouts")
     shared = not torch.equal(positions, torch.arange(length).expand_as(positions))  # else places serve as well
     ids, positions = ids.to(device), positions.to(device)
     traces = [r.trace for r in rollouts] if view == "sparse" else None
@@ -49,7 +52,7 @@ def hidden_states(model: nn.Module, rollouts: Sequence[Rollout], view: View, bac
 
 def seen(r: Rollout, view: View) -> Fed:
     """What goes through the model under a view: in `sparse` what the sampler fed, in `dense` the raw tokens alone."""
-    return r.fed if view == "sparse" else Fed.raw(r.prompt_ids, r.completion_ids)
+    return r.fed if view == "sparse" or r.beacons is None else Fed.raw(r.prompt_ids, r.completion_ids)
 
 
 def check_traces(rollouts: Sequence[Rollout], config: Any) -> None:
@@ -66,7 +69,19 @@ def check_traces(rollouts: Sequence[Rollout], config: Any) -> None:
                 f"rollouts[{i}]: its trace has {tuple(r.trace.events.shape[:2])} layers and KV heads, the model "
                 f"{shape}; it was sampled from another model"
             )
-        if r.beacons is not None and not r.keeps_to_beacons:
+
+
+def check_beacons(rollouts: Sequence[Rollout], own: BeaconSet | None) -> None:
+    """Raise KvrlError for beacons that are not the model's, or whose trace is not theirs."""
+    for i, r in enumerate(rollouts):
+        if r.beacons is None:
+            continue
+        if own is None or own.token_id != r.beacons.token_id:
+            raise KvrlError(
+                f"rollouts[{i}]: token {r.beacons.token_id} was its beacon, and the model has "
+                f"{'none' if own is None else own.token_id}; replay it on the model that it was sampled from"
+            )
+        if not r.keeps_to_beacons:
             raise KvrlError(
                 f"rollouts[{i}]: its trace evicts other entries than its beacons of every {r.beacons.every} tokens do; "
                 "it was changed after it was recorded"

@@ -132,11 +132,11 @@ def test_a_reused_engine_remembers_nothing():
 def test_windows_are_drawn_by_the_requests_own_streams():
     """Each of the set about as often; another seed draws others; one alone needs no drawing."""
     prompts = make_prompts([3] * 200)
-    drawn = [r.beacons.every for r in sample(prompts=prompts, new=1)]
+    drawn = [r.beacons.every for r in sample(prompts=prompts, new=5)]
     assert {c: 25 < drawn.count(c) < 80 for c in drawn} == {c: True for c in (1, 2, 3, 5)}
-    assert drawn != [r.beacons.every for r in sample(prompts=prompts, new=1, seed=1)]
-    assert {r.beacons.every for r in sample(prompts=prompts, new=1, every=[2, 5])} == {2, 5}
-    assert {r.beacons.every for r in sample(prompts=prompts, new=1, every=5)} == {5}
+    assert drawn != [r.beacons.every for r in sample(prompts=prompts, new=5, seed=1)]
+    assert {r.beacons.every for r in sample(prompts=prompts, new=5, every=[2, 5])} == {2, 5}
+    assert {r.beacons.every for r in sample(prompts=prompts, new=5, every=5)} == {5}
 
 
 def test_windows_chosen_for_each_prompt():

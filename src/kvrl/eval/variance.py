@@ -91,13 +91,13 @@ def run_variance(args: argparse.Namespace) -> None:
 def load(args: argparse.Namespace) -> tuple[str, nn.Module, list[list[int]], CacheConfig]:
     """Name, model, one prompt for each sample, and cache. KvrlError for what no sequence can show."""
     longest = args.lengths[-1]
+    if args.policy == "beacon":
+        raise KvrlError("--policy: beacon has no budget, which is measured here; name another of `kvrl policies`")
     chosen = "tiny:llama" if args.model == "tiny" else args.model
     given = argparse.Namespace(**{**vars(args), "model": chosen, "prompts": args.n, "max_completion_length": longest})
     subject = next(subjects(given))
     cache = cache_of(args.policy, subject, args)
     prompts = subject.prompts if args.task is None else task_prompts(args)
-    if cache.is_beacon:
-        raise KvrlError("--policy: beacon is not measured here; choose one that `kvrl policies` lists with a budget")
     if cache.is_dense:
         raise KvrlError("--policy: dense evicts nothing; name one of those that `kvrl policies` lists")
     least = cache.capacity + 2 - min(map(len, prompts))  # the first query after an eviction predicts the last token
