@@ -153,6 +153,7 @@ def test_a_model_without_room():
 
 @pytest.mark.parametrize("held, message", [
     ({"token_id": 5}, "is not token_id, every and positions"),
+    ({"token_id": 5, "every": [2], "positions": "last"}, "is not token_id, every and positions"),
     ({"token_id": 5, "every": [0], "positions": "sequence"}, "every: 0 is below 1"),
     ({"token_id": 97, "every": [2], "positions": "sequence"}, "token 97 is not in the vocabulary of 97"),
 ])  # fmt: skip

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from kvrl.attention.probe import text_config
 from kvrl.beacons.plan import Beacons, Positions
 from kvrl.cache.config import CacheConfig
 from kvrl.errors import KvrlError
@@ -130,20 +129,23 @@ def check_limit(every: tuple[int, ...], max_completion_length: int) -> None:
 
 def beacons_of(model: Any) -> BeaconSet | None:
     """The beacons that a model's config names, None for a model without."""
-    held = getattr(text_config(model), FIELD, None)
+    config = model.config.get_text_config()
+    held = getattr(config, FIELD, None)
     if held is None:
         return None
     try:
+        if held["positions"] not in get_args(Positions):
+            raise ValueError(held["positions"])
         found = BeaconSet(int(held["token_id"]), tuple(sorted(map(int, held["every"]))), held["positions"])
     except (KeyError, TypeError, ValueError):
         raise KvrlError(
             f"model.config.{FIELD}: {held!r} is not token_id, every and positions; keep what was saved"
         ) from None
     check_rates(found.every, f"model.config.{FIELD}.every")
-    if found.token_id >= text_config(model).vocab_size:
+    if found.token_id >= config.vocab_size:
         raise KvrlError(
             f"model.config.{FIELD}: token {found.token_id} is not in the vocabulary of "
-            f"{text_config(model).vocab_size}; add the beacon to this model (kvrl.add_beacon)"
+            f"{config.vocab_size}; add the beacon to this model (kvrl.add_beacon)"
         )
     return found
 

@@ -172,7 +172,8 @@ def run_eval(args: argparse.Namespace) -> None:
     if args.policy == "dense" and budgets:
         raise KvrlError(f"--budgets: {budgets[0]} has no meaning under --policy dense, which keeps every entry; "
                         "set --budgets full, or --policy to one that `kvrl policies` lists")  # fmt: skip
-    make_policy(CacheConfig(policy=args.policy))  # an unknown name is told whatever the budgets are
+    # an unknown name is told whatever the budgets are, and so is what beacons cannot have
+    make_policy(cache if cache.is_beacon else CacheConfig(policy=args.policy))
     for budget in budgets:
         try:
             make_policy(cache.model_copy(update={"budget": budget}))
