@@ -10,7 +10,6 @@ import torch
 from kvrl.beacons.config import beacons_for
 from kvrl.beacons.insert import insert_drawn
 from kvrl.distill import Distillation
-from kvrl.errors import KvrlError
 from kvrl.learner import Scorer, completion_mask
 from kvrl.train.run import build
 from kvrl.train.trainer import collect, train, train_step, update
@@ -73,10 +72,10 @@ def test_a_run(tmp_path):
 
 def test_distillation_alone_teaches(tmp_path):
     """Without rewards the KL of one fixed batch falls, and nothing of the objective is logged."""
-    config = breadcrumbs(tmp_path, breadcrumbs={"rl": False, "teacher": "start"}, train={"learning_rate": 3e-3})
+    config = breadcrumbs(tmp_path, breadcrumbs={"rl": False, "teacher": "start"}, train={"learning_rate": 3e-4})
     run, _ = build(config, lambda text: None)
     batch, _ = collect(run)
-    seen = [update(run, batch, 1) for _ in range(12)]
+    seen = [update(run, batch, 1) for _ in range(20)]
     kl = [m["distill/kl/mean"] for m in seen]
     assert kl[-1] < 0.7 * kl[0] and "ratio/mean" not in seen[0] and "breadcrumbs/seconds" not in seen[0]
     assert all(torch.isfinite(torch.tensor(m["grad_norm"])) for m in seen)
@@ -101,5 +100,5 @@ def test_options(tmp_path, changes):
     ({"method": "shadow_mask", "breadcrumbs": {"kl": "js"}}, "breadcrumbs.kl: has no meaning under method shadow_mask"),
 ])  # fmt: skip
 def test_mistakes(tmp_path, changes, message):
-    with pytest.raises(KvrlError, match=message):
+    with pytest.raises(ValueError, match=message):  # pydantic's wraps it where no file is read
         breadcrumbs(tmp_path, **changes)
