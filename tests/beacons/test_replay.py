@@ -20,7 +20,7 @@ from kvrl.beacons.plan import Beacons
 from kvrl.distill import Distillation
 from kvrl.head import Head
 from kvrl.learner import Scorer
-from kvrl.models.tiny_families import FAMILIES, WINDOWED
+from kvrl.models.tiny_families import FAMILIES, WINDOWED, build_family
 from kvrl.objectives.distill import kl_divergence
 from kvrl.sampler.routing import RoutingRecorder
 
@@ -96,6 +96,23 @@ def test_a_stock_forward_under_a_hand_made_mask_has_the_same_gradients(backend, 
     for (name, mine), theirs in zip(lm.named_parameters(), twin.parameters(), strict=True):
         assert gap(mine.grad, theirs.grad) < 1e-9 * max(1.0, float(theirs.grad.abs().max())), name
     assert lm.get_input_embeddings().weight.grad[BEACON].abs().max() > 1e-3  # a beacon's embedding learns
+
+
+def test_rope_that_depends_on_the_longest_position_counts_positions_not_places():
+    """64 raw tokens are the limit: with positions of their own the beacons are over it, with shared ones they are not."""
+    fields = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    prompts = make_prompts([4, 18, 44])
+    for positions in ("sequence", "shared"):
+        own = {"token_id": BEACON, "every": [3], "positions": positions}
+        lm = build_family("llama", rope_parameters=fields, max_position_embeddings=64, kvrl_beacons=own)
+        if positions == "sequence":
+            with pytest.raises(kvrl.KvrlError, match="70 tokens are over 64"):
+                sample(lm, prompts, new=20)
+            continue
+        rollouts = sample(lm, prompts, new=20)
+        assert rollouts[2].num_tokens == 64 and rollouts[2].trace.num_tokens == 70
+        for backend in ("mask", "segments"):  # padding must not reach beyond the limit either
+            assert gap(kvrl.sampler_logprobs(rollouts), replay(lm, rollouts, backend=backend)) < 1e-4
 
 
 def test_an_evicted_window_is_gone():
