@@ -14,6 +14,7 @@ from kvrl.beacons.insert import insert, insert_drawn
 from kvrl.beacons.plan import Beacons
 from kvrl.distill import Distillation
 from kvrl.learner import Scorer
+from kvrl.train.batch import micro_batches
 
 
 def dense_rollouts(lm=None, new: int = 15):
@@ -67,6 +68,14 @@ def test_windows_are_drawn_by_batch_and_place():
     first = [r.beacons.every for r in insert_drawn(plain, known, 0, 1)]
     assert first == [r.beacons.every for r in insert_drawn(plain, known, 0, 1)]
     assert 20 < first.count(1) < 60 and first != [r.beacons.every for r in insert_drawn(plain, known, 0, 2)]
+
+
+def test_micro_batches_count_what_is_fed():
+    given = [insert(r, Beacons(BEACON, 1)) for r in dense_rollouts(new=12)]
+    assert [r.num_tokens for r in given] == [17, 24] and [len(r.fed.ids) for r in given] == [27, 34]
+    units = [[0], [1]]
+    assert list(micro_batches(given, units, 67)) == [[0], [1]]
+    assert list(micro_batches(given, units, 68)) == [[0, 1]]
 
 
 def test_compressed_rollouts_are_refused():

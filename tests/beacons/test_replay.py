@@ -23,6 +23,7 @@ from kvrl.learner import Scorer
 from kvrl.models.tiny_families import FAMILIES, WINDOWED, build_family
 from kvrl.objectives.distill import kl_divergence
 from kvrl.sampler.routing import RoutingRecorder
+from kvrl.train.diagnostics import parity
 
 CASES = [(name, window) for name in FAMILIES for window in ((8, 40) if name in WINDOWED else (8,))]
 
@@ -99,7 +100,7 @@ def test_a_stock_forward_under_a_hand_made_mask_has_the_same_gradients(backend, 
 
 
 def test_rope_that_depends_on_the_longest_position_counts_positions_not_places():
-    """64 raw tokens are the limit: with positions of their own the beacons are over it, with shared ones they are not."""
+    """64 raw tokens are the limit: beacons with positions of their own are over it, with shared ones they are not."""
     fields = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
     prompts = make_prompts([4, 18, 44])
     for positions in ("sequence", "shared"):
@@ -188,6 +189,7 @@ def test_experts_are_recorded_for_beacons_too():
         assert r.routing.shape[1] == len(r.fed.ids) - 1 > r.num_tokens
         mine = learner[i, :, : r.routing.shape[1]].sort(-1).values
         assert torch.equal(mine.to(torch.int16), r.routing.sort(-1).values)
+    assert parity(Scorer(lm), rollouts)["parity/routing_flipped"] == 0.0
 
 
 def test_distillation_compares_the_views_at_the_raw_tokens(double):
