@@ -98,7 +98,7 @@ def test_beacons(capsys, family):
 @pytest.mark.parametrize("flags, message", [
     (["--every", "4"], "--every: chooses the windows of beacons, and --policy is all"),
     (["--policy", "beacon", "--every", "39"], "--every: no window of llama's completions of 40 tokens closes; lower"),
-    (["--policy", "beacon", "--every", "41"], "--every: 41 is over sampling.max_completion_length (40)"),
+    (["--policy", "beacon", "--every", "41"], "--every: 41 is over --max_completion_length (40)"),
 ])  # fmt: skip
 def test_mistakes_with_beacons(capsys, flags, message):
     assert main(["parity", "--model", "tiny:llama", *flags]) == 2

@@ -194,7 +194,7 @@ def cache_of(policy: str, subject: Subject, args: argparse.Namespace) -> CacheCo
 
 @contextlib.contextmanager
 def beacon_in(subject: Subject, cache: CacheConfig) -> Iterator[None]:
-    """Inside, a model without a beacon takes the last token of its vocabulary for one, under policy `beacon`.
+    """Inside, a model without a beacon takes the last token that no prompt has for one, under policy `beacon`.
 
     An untrained beacon says as much about exactness as a trained one.
     """
@@ -203,7 +203,8 @@ def beacon_in(subject: Subject, cache: CacheConfig) -> Iterator[None]:
         return
     config = text_config(subject.model)
     every = params_of(cache).rates or BEACON_RATES
-    setattr(config, FIELD, BeaconSet(config.vocab_size - 1, every).as_config())
+    free = set(range(config.vocab_size)).difference(*subject.prompts)
+    setattr(config, FIELD, BeaconSet(max(free), every).as_config())
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
 from kvrl.beacons.config import check_limit, params_of
 from kvrl.errors import KvrlError
@@ -46,11 +46,16 @@ class BreadcrumbsSettings(Section):
     """Rollout batches over which the weight rises from 0."""
 
 
+def changed(section: BaseModel) -> list[str]:
+    """The fields that differ from their defaults: a configuration written out in full must be readable again."""
+    return sorted(name for name, info in type(section).model_fields.items() if getattr(section, name) != info.default)
+
+
 def check_beacons(config: Config) -> None:
     """Raise KvrlError for beacons that the rest of a configuration does not allow."""
     cache, own = config.cache, config.breadcrumbs
     if config.method != "breadcrumbs":
-        if given := sorted(own.model_fields_set):
+        if given := changed(own):
             raise KvrlError(
                 f"breadcrumbs.{given[0]}: has no meaning under method {config.method}; set method to breadcrumbs, or "
                 f"leave breadcrumbs.{given[0]} out"
@@ -65,14 +70,14 @@ def check_beacons(config: Config) -> None:
             "policy alone"
         )
     if not cache.is_beacon:
-        if given := sorted(config.beacons.model_fields_set):
+        if given := changed(config.beacons):
             raise KvrlError(
                 f"beacons.{given[0]}: cache.policy {cache.policy} has no beacons; set cache.policy to beacon, or leave "
                 f"beacons.{given[0]} out"
             )
         return
     rates = params_of(cache).rates
-    if given := sorted({"budget", "buffer", "protect_prompt"} & cache.model_fields_set):
+    if given := [name for name in changed(cache) if name in ("budget", "buffer", "protect_prompt")]:
         raise KvrlError(
             f"cache.{given[0]}: has no meaning under cache.policy beacon, whose dial is cache.params.every; leave "
             f"cache.{given[0]} out"
