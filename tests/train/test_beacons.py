@@ -96,7 +96,7 @@ def test_a_folder_trained_with_other_windows_is_refused(tmp_path):
     ({"cache": beacons(every=[4, 31])}, r"every: 31 is over sampling.max_completion_length \(30\)"),
     ({"cache": {**beacons(every=2), "budget": 12}}, "cache.budget: has no meaning under cache.policy beacon"),
     ({"eval": {"budgets": [24, "full"]}}, "eval.budgets: 24 has no meaning under cache.policy beacon"),
-    ({"cache": {"policy": "rkv"}, "beacons": {"start": "mean"}}, "cache.policy rkv has no beacons"),
+    ({"cache": {"policy": "rkv"}, "beacons": {"start": "the"}}, "cache.policy rkv has no beacons"),
 ])  # fmt: skip
 def test_mistakes(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):  # pydantic's wraps it where no file is read
