@@ -30,10 +30,11 @@ def attend_flex(call: AttentionCall, evicted_at: Tensor | None, positions: Tenso
 
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         keep = k <= q
-        if call.window is not None and positions is None:
-            keep = keep & (k > q - call.window)
-        elif call.window is not None:
-            keep = keep & (positions[b, k] > positions[b, q] - call.window)
+        if call.window is not None:
+            if positions is None:
+                keep = keep & (k > q - call.window)
+            else:
+                keep = keep & (positions[b, k] > positions[b, q] - call.window)
         if evicted_at is not None:
             keep = keep & (q < evicted_at[b, h // group, k])
         return keep
