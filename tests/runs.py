@@ -23,7 +23,8 @@ def make_config(folder: Path, **changes) -> Config:
         "eval": {"n": 0},
     }
     for name, value in changes.items():
-        base[name] = {**base[name], **value} if isinstance(base.get(name), dict) and isinstance(value, dict) else value
+        merges = isinstance(base.get(name), dict) and isinstance(value, dict) and value.get("policy") != "beacon"
+        base[name] = {**base[name], **value} if merges else value
     return Config(**base)
 
 
@@ -38,3 +39,9 @@ def noisy_rewards(monkeypatch) -> None:
         return [sum(c in "02468" for c in text) / max(1, len(text)) for text in completions]
 
     monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.reward", reward)
+
+
+def make_beacon_config(folder: Path, **changes) -> Config:
+    """The same with beacons of every 2 or 3 tokens, drawn for each completion."""
+    own = {"method": "shadow_mask", "cache": {"policy": "beacon", "params": {"every": [2, 3]}}, **changes}
+    return make_config(folder, **own)

@@ -65,6 +65,18 @@ def test_the_evaluation_is_its_largest_budget_with_its_own_slots():
     assert "evaluation" not in make_plan(tiny(eval={"n": 0})).phases
 
 
+def test_beacons():
+    """Slots hold the prompt, every beacon, a whole window and the beacon being fed; the trace covers beacons too."""
+    beacons = {"cache": {"policy": "beacon", "params": {"every": [4, 10]}}}
+    plan = make_plan(tiny(**beacons))
+    assert plan.kv_per_slot == 2 * 3 * 2 * 32 * 4 * (5 + 25 + 4 + 1)  # K and V, layers, heads, width, float32
+    assert plan.trace_per_sequence == 2 * 3 * 2 * (5 + 100 + 24) + 4 * 24
+    taught = make_plan(tiny(method="breadcrumbs", **beacons))
+    assert taught.kv_per_slot == taught.full_kv_per_slot == plan.full_kv_per_slot
+    assert taught.activations["kept"] > 1.5 * plan.activations["kept"] > 0  # both policies have a gradient
+    assert plan.phases["evaluation"] == make_plan(tiny(method="dense", **beacons)).phases["rollout"]
+
+
 def test_the_prompts_length():
     assert make_plan(tiny()).prompt_length == 5  # <bos> #20 3 7 and the sign to start: the tiny model's own task
     assert make_plan(tiny(rollout={"max_prompt_length": 30})).prompt_length == 30

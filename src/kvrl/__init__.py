@@ -6,6 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from kvrl.beacons.model import add_beacon as add_beacon
     from kvrl.cache.config import CacheConfig as CacheConfig
     from kvrl.cache.trace import KVTrace as KVTrace
     from kvrl.errors import KvrlError as KvrlError
@@ -25,6 +26,7 @@ _HOMES = {
     "KvrlError": "kvrl.errors",
     "Rollout": "kvrl.sampler.types",
     "SamplingConfig": "kvrl.sampler.config",
+    "add_beacon": "kvrl.beacons.model",
     "completion_mask": "kvrl.learner",
     "logprobs": "kvrl.learner",
     "rollout": "kvrl.sampler.rollout",

@@ -47,7 +47,8 @@ def saved_bytes(model: nn.Module, length: int, trace: KVTrace | None, backend: B
     """Of one sequence of `length` tokens, under a trace or (None) in the dense view; `model` prepared, on meta."""
     context = ReplayContext(None if trace is None else [trace], length, backend=backend, device="meta")
     survivors = None if context.plan is None else context.plan.survivors
-    replay = sum(t.nbytes for t in (survivors, context.evicted_at) if t is not None)
+    blocks = [t for block in context.blocks or () for t in (block.keys, block.visible)]
+    replay = sum(t.nbytes for t in (survivors, context.evicted_at, *blocks) if t is not None)
     ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     positions = torch.arange(length, device="meta")[None]
     with SavedTensors(model) as count, _FusedAttention(), meta_forward():

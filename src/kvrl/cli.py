@@ -18,7 +18,7 @@ from typing import Literal, NoReturn, TextIO
 from kvrl import __version__
 from kvrl.errors import KvrlError
 
-METHODS = ("dense", "naive", "corrected", "sparse_rl", "shadow_mask")
+METHODS = ("dense", "naive", "corrected", "sparse_rl", "shadow_mask", "breadcrumbs")
 DTYPES = ("float32", "bfloat16")
 
 # What is not a field of the configuration
@@ -172,7 +172,8 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--data_dir", default=None, help="the benchmark's files (default: the hub)")
     text = "e.g. '{max_steps: 20}' (default: the run's, if it has the same task)"
     parser.add_argument("--task_params", type=_yaml_mapping, default=None, metavar="YAML", help=text)
-    parser.add_argument("--budgets", type=parse_budgets, default=["full"], help="e.g. 24,32,48,full")
+    parser.add_argument("--budgets", type=parse_budgets, default=None, help="e.g. 24,32,48,full (default full)")
+    _add_every(parser, "the model's own")
     _add_cache_flags(parser, policy=None, of_run="the run's, else ")
     text = "held-out problems (default 256), or most of each set of a benchmark (default all)"
     parser.add_argument("--n", type=_positive, default=None, help=text)
@@ -190,6 +191,7 @@ def _add_parity(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--model", default="tiny", help="tiny, tiny:FAMILY, smollm2-135m, or a model folder")
     _add_cache_flags(parser, policy="all")
     parser.add_argument("--budget", type=_positive, default=None, help="default: by model")
+    _add_every(parser, "1, 3, 5, or the model's own")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model")
     parser.add_argument("--prompts", type=_positive, default=None, help="default: by model")
     parser.add_argument("--max_completion_length", type=_positive, default=None, help="default: by model")
@@ -301,6 +303,11 @@ def _add_cache_flags(parser: argparse.ArgumentParser, policy: str | None, of_run
     parser.add_argument("--sinks", type=_natural, default=None, help=text.replace("newest", "first"))
 
 
+def _add_every(parser: argparse.ArgumentParser, default: str) -> None:
+    text = f"policy beacon: tokens that a beacon stands for, e.g. 2,4,8 (default: {default})"
+    parser.add_argument("--every", type=parse_lengths, default=None, help=text)
+
+
 def _add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=_natural, default=0, help="of the problems and of the sampling")
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
@@ -312,7 +319,7 @@ def parse_budgets(text: str) -> list[int | Literal["full"]]:
 
 
 def parse_lengths(text: str) -> list[int]:
-    """`256,64` as `[64, 256]`."""
+    """`256,64` as `[64, 256]`, each once."""
     return sorted({_positive(part) for part in text.split(",")})
 
 
@@ -371,6 +378,7 @@ def _yaml_mapping(text: str) -> dict:
 
 FLAG_OF_FIELD = {
     r"cache\.(policy|buffer|window|sinks)\b": r"--\1",
+    r"cache\.params\.every\b": "--every",
     r"sampling\.(temperature|max_completion_length)\b": r"--\1",
     r"task\.name\b": "--task",
     r"task\.params\b": "--task_params",

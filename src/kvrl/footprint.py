@@ -10,8 +10,12 @@ from torch import nn
 
 from kvrl.activations import Saved, planned_trace, saved_bytes
 from kvrl.attention.probe import ModelSpec, text_config
+from kvrl.beacons.config import params_of
+from kvrl.beacons.plan import Beacons
+from kvrl.cache.compaction import Compactor
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.memory import make_memory, slots_within
+from kvrl.cache.slots import KVSlots
 from kvrl.cache.trace import KVTrace
 from kvrl.train.config import Config
 from kvrl.train.setup import DTYPES
@@ -63,7 +67,7 @@ class Footprint:
 
     def resident(self) -> dict[str, int]:
         """What stays for the whole run: weights, AdamW's two moments (three with fp32 masters), further models."""
-        config, distill = self.config, self.config.distill if self.config.distills else None
+        config, distill = self.config, self.config.distillation
         masters = any(p.dtype != torch.float32 for p in self.model.parameters() if p.requires_grad)
         reference = config.settings.beta > 0 or (distill is not None and distill.teacher_weights == "start")
         average = distill is not None and distill.teacher_weights == "average"
@@ -95,15 +99,18 @@ class Footprint:
         """The view of each forward with a gradient: the policy's, a separate critic's, a distilled view's."""
         own = self.config.learner_view
         views = [own, own] if self.separate_critic else [own]
-        if self.config.distills and self.config.distill.teacher == own:
+        if self.config.distillation is not None and self.config.distillation.teacher == own:
             views.append("dense" if own == "sparse" else "sparse")
         return views
 
     def saved(self, view: View) -> Saved:
         """One sequence's saved tensors. `flex` counts as a fused kernel over the whole sequence."""
         backend = self.config.replay.backend
-        trace = None if view == "dense" or backend == "flex" else self.trace(self.config.rollout_cache)
-        return saved_bytes(self.model, self.max_tokens, trace, "segments" if backend == "flex" else backend)
+        trace = None if view == "dense" else self.trace(self.config.replayed_cache)
+        length = self.max_tokens if trace is None else trace.num_tokens  # beacons are fed too
+        if backend == "flex":
+            return saved_bytes(self.model, length, None)
+        return saved_bytes(self.model, length, trace, backend)
 
     def activations(self) -> dict[str, int]:
         """Of the largest micro-batch: all `kept`, or `checkpointed`, and the `working` set of the backward pass.
@@ -112,7 +119,8 @@ class Footprint:
         """
         saved = [self.saved(view) for view in self.gradient_views]
         layer = max(s.layer for s in saved)
-        chunks = len(saved) + self.config.distills  # hidden states [tokens, E] that the head's chunks are made from
+        # hidden states [tokens, E] that the head's chunks are made from
+        chunks = len(saved) + (self.config.distillation is not None)
         width = text_config(self.model).hidden_size * DTYPES[self.config.model.dtype].itemsize
         scored = chunks * self.config.sampling.max_completion_length * width
         return {
@@ -123,7 +131,7 @@ class Footprint:
 
     def logits(self) -> int:
         """One chunk of the learner's logits, and the head's fp32 gradient (and copy, over bf16 weights)."""
-        copies = DISTILL_COPIES if self.config.distills else SCORE_COPIES
+        copies = SCORE_COPIES if self.config.distillation is None else DISTILL_COPIES
         tokens = min(self.config.replay.logprob_chunk, self.rows * self.config.sampling.max_completion_length)
         return copies * tokens * self.vocabulary * FP32 + self.head + self.head_copy
 
@@ -143,14 +151,24 @@ class Footprint:
 
     # Rollouts ---------------------------------------------------------------------------------------------
 
-    @property
-    def where(self) -> dict[str, Any]:
-        """Type and device of the slots."""
-        return {"dtype": DTYPES[self.config.model.dtype], "device": torch.device("meta")}
+    def sizes(self, cache: CacheConfig) -> dict[str, Any]:
+        """What the size of a slot depends on."""
+        new = self.config.sampling.max_completion_length
+        plans = [Beacons(0, c) for c in params_of(cache).rates or ()] if cache.is_beacon else []
+        return {
+            "max_tokens": self.max_tokens, "dtype": DTYPES[self.config.model.dtype],
+            "beacon_slots": max((plan.slots(self.max_tokens - new, new) for plan in plans), default=None),
+        }  # fmt: skip
+
+    def memory(self, cache: CacheConfig, num_slots: int) -> tuple[KVSlots, Compactor | None]:
+        """An engine's memory, as sizes."""
+        return make_memory(
+            self.spec, cache, num_slots=num_slots, device=torch.device("meta"), **self.sizes(cache)
+        )  # fmt: skip
 
     def rollout(self, cache: CacheConfig, num_slots: int) -> dict[str, int]:
         """What an engine with that many slots allocates, and what drawing a token from each takes."""
-        slots, compactor = make_memory(self.spec, cache, num_slots=num_slots, max_tokens=self.max_tokens, **self.where)
+        slots, compactor = self.memory(cache, num_slots)
         return {
             "KV slots": slots.kv_bytes,
             "scoring": slots.state_bytes + (compactor.scratch_bytes if compactor else 0),
@@ -163,14 +181,11 @@ class Footprint:
         limit = self.config.rollout.kv_memory
         if limit is None:
             return self.config.slots
-        return min(
-            self.config.slots,
-            slots_within(self.spec, cache, limit, max_tokens=self.max_tokens, dtype=self.where["dtype"]),
-        )
+        return min(self.config.slots, slots_within(limit, self.spec, cache, **self.sizes(cache)))
 
     def kv_per_slot(self, cache: CacheConfig) -> int:
         """K and V of one sequence."""
-        slots, _ = make_memory(self.spec, cache, num_slots=1, max_tokens=self.max_tokens, **self.where)
+        slots, _ = self.memory(cache, 1)
         return slots.kv_bytes // 2  # the staging row is as large as a slot
 
     def most_slots(self, cache: CacheConfig, memory: int) -> int:
@@ -188,4 +203,8 @@ class Footprint:
         """A sequence's trace as it comes back from the engine, in host memory."""
         if cache.is_dense:
             return KVTrace.dense(self.spec.num_layers, self.spec.kv_heads, self.max_tokens)
+        if cache.is_beacon:  # the shortest windows have most beacons
+            rates, new = params_of(cache).rates, self.config.sampling.max_completion_length
+            assert rates is not None
+            return Beacons(0, rates[0]).trace(self.spec.num_layers, self.spec.kv_heads, self.max_tokens - new, new)
         return planned_trace(self.spec, self.max_tokens, cache.budget, cache.buffer)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from kvrl.attention.probe import causal_lm, text_config
+from kvrl.beacons.config import beacons_of
 from kvrl.errors import KvrlError
 from kvrl.native.head import PackedHead, packable
 
@@ -28,6 +29,7 @@ class Head:
     """fp32 logits of hidden states: the head's modules (adapters included), its scale and its soft-cap.
 
     The weights are read when called, so that gradients reach them; `frozen()` reads them once for sampling.
+    A model's beacon has the logit -inf: it is fed, never drawn, and takes no probability.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -36,6 +38,8 @@ class Head:
         self.softcap: float | None = getattr(config, "final_logit_softcapping", None)
         self.scale = float(getattr(config, "logit_scale", None) or 1.0)
         self.divisor = float(getattr(config, "logits_scaling", None) or 1.0)
+        beacons = beacons_of(model)
+        self.banned = None if beacons is None else beacons.token_id
         self._weights: dict[str, Tensor] | None = None
         self._packed: PackedHead | None = None
 
@@ -60,11 +64,17 @@ class Head:
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [..., E] -> fp32 logits [..., V] (float64 stays), under autocast too."""
         if self._packed is not None and hidden.dtype == torch.bfloat16:
-            return self.finish(self._packed(hidden))
+            return self.without_beacon(self.finish(self._packed(hidden)))
         hidden = hidden if hidden.dtype == torch.float64 else hidden.float()
         weights = self._weights if self._weights is not None else self._cast()
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.finish(functional_call(self.module, weights, (hidden,)))
+            return self.without_beacon(self.finish(functional_call(self.module, weights, (hidden,))))
+
+    def without_beacon(self, logits: Tensor) -> Tensor:
+        """The same logits, in place, with the beacon's at -inf."""
+        if self.banned is not None:
+            logits[..., self.banned] = -torch.inf
+        return logits
 
     def finish(self, logits: Tensor) -> Tensor:
         """What the family does to the product: Cohere multiplies, Granite divides, Gemma soft-caps."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from kvrl.distill import Distillation
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, restrict
 from kvrl.sampler.types import Rollout
-from kvrl.views import View, hidden_states
+from kvrl.views import View, hidden_states, seen
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,8 @@ class Scored(NamedTuple):
     """Nats, differentiable: the distillation's KL between the whole distributions of the two views."""
     top_k_error: Tensor | None = None
     """Nats, without gradient: what the divergence lacks because of `top_k`."""
+    distill_seconds: float = 0.0
+    """What the forward of student, teacher and divergence took, beside the rest."""
 
 
 class Scorer(nn.Module):
@@ -110,26 +113,28 @@ class Scorer(nn.Module):
     ) -> Scored:
         """Everything that the objective needs of these rollouts, under a view; with `distill`, of both views."""
         hidden = hidden_states(self.model, rollouts, view, self.backend)  # [N, T, E]
-        targets = make_targets(rollouts, hidden.device)
+        targets = make_targets(rollouts, hidden.device, view)
         temperature = torch.tensor([r.temperature for r in rollouts], device=hidden.device)[targets.row]  # [P]
         given = (targets.token, temperature, targets.support)
         logps, entropy = self.in_chunks(partial(score_chunk, Head(self.model)), hidden[targets.at], *given)
         values = divergence = error = None
         if self.critic is not None:
             values = self.critic(hidden, rollouts, view, self.backend)[targets.at]  # [P]
+        start = now(hidden.device)
         if distill is not None:
             student, teacher = distill.hidden_states(self.model, rollouts, view, hidden, self.backend)
-            divergence, error = self.in_chunks(
-                partial(distill.chunk, self.model), student[targets.at], teacher[targets.at], *given[1:]
-            )
-
+            learns = student[targets.row, predictors(rollouts, distill.student).to(hidden.device)]
+            teaches = teacher[targets.row, predictors(rollouts, distill.teacher).to(hidden.device)]
+            divergence, error = self.in_chunks(partial(distill.chunk, self.model), learns, teaches, *given[1:])
+        seconds = now(hidden.device) - start
         shape = (len(rollouts), max(len(r.completion_ids) for r in rollouts))
 
         def spread(x: Tensor | None) -> Any:
             index = (targets.row, targets.column)
             return None if x is None else x.new_zeros(shape).index_put(index, x)
 
-        return Scored(*map(spread, (logps, entropy, values, divergence, error)))
+        logps, entropy, values, divergence, error = map(spread, (logps, entropy, values, divergence, error))
+        return Scored(logps, entropy, values, divergence, error, seconds)
 
     def in_chunks(self, func: Callable, first: Tensor, *more: Tensor | None) -> list[Tensor]:
         """func on slices of tensors [P, ...]: two results [P], differentiable.
@@ -145,16 +150,30 @@ class Scorer(nn.Module):
         return [torch.cat(x) for x in zip(*parts, strict=True)]
 
 
-def make_targets(rollouts: Sequence[Rollout], device: torch.device | str) -> Targets:
-    """The sampled tokens of a batch, rollout by rollout."""
-    rows, columns, predictors, tokens, supports = [], [], [], [], []
+def predictors(rollouts: Sequence[Rollout], view: View) -> Tensor:
+    """Positions whose hidden states predict the sampled tokens under a view: int64 [P].
+
+    The raw token before it predicts a token, though under `sparse` a beacon may stand between them.
+    """
+    return torch.cat([seen(r, view).predictor[r.loss_mask] for r in rollouts])
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock, read when the device has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def make_targets(rollouts: Sequence[Rollout], device: torch.device | str, view: View = "sparse") -> Targets:
+    """The sampled tokens of a batch, rollout by rollout, as a view predicts them."""
+    rows, columns, tokens, supports = [], [], [], []
     for i, r in enumerate(rollouts):
         column = r.loss_mask.nonzero()[:, 0]
         if not r.temperature > 0:
             raise KvrlError(f"rollouts[{i}].temperature: {r.temperature} is not above 0; greedy rollouts have 1.0")
         rows.append(torch.full_like(column, i))
         columns.append(column)
-        predictors.append(column + len(r.prompt_ids) - 1)
         tokens.append(torch.tensor(r.completion_ids)[column])
         if r.support is not None:
             offsets = r.support.offsets.tolist()
@@ -171,8 +190,8 @@ def make_targets(rollouts: Sequence[Rollout], device: torch.device | str) -> Tar
         if any(r.support is None for r in rollouts):
             raise KvrlError("rollouts: some were sampled from a truncated distribution and some not; score them apart")
         support = nn.utils.rnn.pad_sequence(supports, batch_first=True, padding_value=-1).to(device)
-    row, predictor, column, token = (torch.cat(x).to(device) for x in (rows, predictors, columns, tokens))
-    return Targets(row, predictor, column, token, support)
+    row, column, token = (torch.cat(x).to(device) for x in (rows, columns, tokens))
+    return Targets(row, predictors(rollouts, view).to(device), column, token, support)
 
 
 def score_chunk(

@@ -100,8 +100,7 @@ def make_plan(config: Config, *, memory: int | None = None, prompt_length: int |
         "optimiser step": {"gradients": run.gradients, "working set": run.gradients},
     }
     if config.eval.n:
-        budgets = [config.cache.model_copy(update={"budget": b}) for b in config.eval_budgets if b != "full"]
-        caches = [*budgets, full] if "full" in config.eval_budgets else budgets
+        caches = [config.cache.at_budget(budget) for budget in config.eval_budgets]
         every = [run.rollout(c, min(run.slots(c), config.eval.n)) for c in caches]
         phases["evaluation"] = max(every, key=lambda items: sum(items.values()))
     return Plan(

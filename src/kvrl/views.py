@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from kvrl.attention.probe import check_length, prepare, rope_limit, text_config
 from kvrl.attention.replay import Backend, ReplayContext
+from kvrl.beacons.config import BeaconSet, beacons_of
+from kvrl.beacons.plan import Fed
 from kvrl.errors import KvrlError
 from kvrl.head import decoder
 from kvrl.sampler.types import Rollout
@@ -29,29 +31,58 @@ def hidden_states(model: nn.Module, rollouts: Sequence[Rollout], view: View, bac
         raise KvrlError("rollouts: is empty; give at least one")
     device, config = next(model.parameters()).device, text_config(model)
     check_traces(rollouts, config)
-    length = max(r.num_tokens for r in rollouts)
-    check_length(rope_limit(config), length, "rollouts")
-    ids = torch.zeros(len(rollouts), length, dtype=torch.long)
-    for i, r in enumerate(rollouts):
-        ids[i, : r.num_tokens] = torch.tensor(r.token_ids)
+    check_beacons(rollouts, beacons_of(model))
+    fed = [seen(r, view) for r in rollouts]
+    length = max(len(f.ids) for f in fed)
+    longest = max(int(f.positions[-1]) for f in fed) + 1
+    check_length(rope_limit(config), longest, "rollouts")
+    ids = torch.zeros(len(fed), length, dtype=torch.long)
+    positions = torch.arange(length).clamp(max=longest - 1).repeat(len(fed), 1)  # no padding beyond what is real
+    for i, f in enumerate(fed):
+        ids[i, : len(f.ids)], positions[i, : len(f.ids)] = f.ids, f.positions
+    shared = not torch.equal(positions, torch.arange(length).expand_as(positions))  # else places serve as well
+    ids, positions = ids.to(device), positions.to(device)
     traces = [r.trace for r in rollouts] if view == "sparse" else None
-    context = ReplayContext(traces, length, backend=backend, device=device)
-    positions = torch.arange(length, device=device).expand(len(rollouts), -1)
+    context = ReplayContext(
+        traces, length, backend=backend, device=device, positions=positions if shared else None
+    )  # fmt: skip
     trunk = decoder(model)
-    return trunk(input_ids=ids.to(device), position_ids=positions, use_cache=False, kv=context).last_hidden_state
+    return trunk(input_ids=ids, position_ids=positions, use_cache=False, kv=context).last_hidden_state
+
+
+def seen(r: Rollout, view: View) -> Fed:
+    """What goes through the model under a view: in `sparse` what the sampler fed, in `dense` the raw tokens alone."""
+    return r.fed if view == "sparse" or r.beacons is None else Fed.raw(r.prompt_ids, r.completion_ids)
 
 
 def check_traces(rollouts: Sequence[Rollout], config: Any) -> None:
     """Raise KvrlError for a trace that belongs to other tokens or to another model."""
     shape = (config.num_hidden_layers, getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
     for i, r in enumerate(rollouts):
-        if r.trace.num_tokens != r.num_tokens:
+        if r.trace.num_tokens != len(r.fed.ids):
             raise KvrlError(
-                f"rollouts[{i}]: its trace covers {r.trace.num_tokens} tokens, the rollout has {r.num_tokens}; "
+                f"rollouts[{i}]: its trace covers {r.trace.num_tokens} tokens, the rollout has {len(r.fed.ids)}; "
                 "decisions and tokens of different samples were paired"
             )
         if tuple(r.trace.events.shape[:2]) != shape:
             raise KvrlError(
                 f"rollouts[{i}]: its trace has {tuple(r.trace.events.shape[:2])} layers and KV heads, the model "
                 f"{shape}; it was sampled from another model"
+            )
+
+
+def check_beacons(rollouts: Sequence[Rollout], own: BeaconSet | None) -> None:
+    """Raise KvrlError for beacons that are not the model's, or whose trace is not theirs."""
+    for i, r in enumerate(rollouts):
+        if r.beacons is None:
+            continue
+        if own is None or own.token_id != r.beacons.token_id:
+            raise KvrlError(
+                f"rollouts[{i}]: token {r.beacons.token_id} was its beacon, and the model has "
+                f"{'none' if own is None else own.token_id}; replay it on the model that it was sampled from"
+            )
+        if not r.keeps_to_beacons:
+            raise KvrlError(
+                f"rollouts[{i}]: its trace evicts other entries than its beacons of every {r.beacons.every} tokens do; "
+                "it was changed after it was recorded"
             )

@@ -80,3 +80,26 @@ def test_a_policy_that_evicts_nothing_does_not_pass(capsys, monkeypatch):
     monkeypatch.setattr(parity, "sample", lambda subject, cache, seed: sample(subject, dense, seed))
     assert main(["parity", "--model", "tiny:llama", "--policy", "recent"]) == 1
     assert "MISSED  (nothing was evicted)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "qwen3_moe"])
+def test_beacons(capsys, family):
+    code, report = run(capsys, "--model", f"tiny:{family}", "--policy", "beacon,recent")
+    assert code == 0 and report["passed"]
+    for r in report["reports"]:
+        assert r["max_abs_logp_diff"] <= 1e-4 and r["oracle_max_abs_logp_diff"] <= 3 * r["stock_error"]
+        if r["policy"] == "beacon":
+            assert r["evictions"] > 20 and r["budget"] == r["buffer"] == 0
+        assert set(r["backends"]) == {"mask", "segments"}
+    (r,) = run(capsys, "--model", "tiny:llama", "--policy", "beacon", "--every", "10")[1]["reports"]
+    assert r["evictions"] == 9  # three in each of three completions of 40
+
+
+@pytest.mark.parametrize("flags, message", [
+    (["--every", "4"], "--every: chooses the windows of beacons, and --policy is all"),
+    (["--policy", "beacon", "--every", "39"], "--every: no window of llama's completions of 40 tokens closes; lower"),
+    (["--policy", "beacon", "--every", "41"], "--every: 41 is over --max_completion_length (40)"),
+])  # fmt: skip
+def test_mistakes_with_beacons(capsys, flags, message):
+    assert main(["parity", "--model", "tiny:llama", *flags]) == 2
+    assert message in capsys.readouterr().err

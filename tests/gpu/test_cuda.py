@@ -8,6 +8,7 @@ import functools
 import pytest
 import torch
 
+import beacon_models
 import kvrl
 from helpers import LIMIT, assert_same_bits, cache, gap, make_prompts, model, replay, sample, sampling, stock
 from kvrl.cache.policies import POLICIES
@@ -114,6 +115,15 @@ def test_flex_over_many_lengths():
     for length in (3, 10, 25, 40, 47, 55, 63, 71, 80, 95, 110, 140, 170):
         rollouts = sample(lm, prompts=make_prompts([length]), new=20)
         assert gap(replay(lm, rollouts, backend="flex"), replay(lm, rollouts, backend="mask")) < LIMIT
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("name, positions", [("llama", "sequence"), ("gemma2", "shared")])
+def test_beacons(name, positions, graphs):
+    lm = copy.deepcopy(beacon_models.model(name, positions=positions)).cuda()
+    rollouts = beacon_models.sample(lm, cuda_graphs=graphs)
+    for backend in ("mask", "segments", "flex"):
+        assert gap(replay(lm, rollouts, backend=backend).cpu(), kvrl.sampler_logprobs(rollouts)) < LIMIT, backend
 
 
 def test_truncated_sampling():

@@ -67,7 +67,7 @@ def test_slots_follow_from_bytes():
     row = 2 * spec.num_layers * spec.kv_heads * (24 + 8) * spec.head_dim * 4  # K and V of one slot in float32
 
     def fit(rows: float) -> int:
-        return slots_within(spec, cache(), int(rows * row), max_tokens=50, dtype=torch.float32)
+        return slots_within(int(rows * row), spec, cache(), max_tokens=50, dtype=torch.float32)
 
     assert [fit(rows) for rows in (2, 3.9, 4, 5, 8.9, 9, 12.5, 13)] == [1, 2, 3, 4, 4, 8, 8, 12]
     # one row is the staging row

@@ -17,9 +17,10 @@ def _compiled():
     return torch.compile(flex_attention, dynamic=True), torch.compile(create_block_mask, dynamic=True)
 
 
-def attend_flex(call: AttentionCall, evicted_at: Tensor | None) -> Tensor:
+def attend_flex(call: AttentionCall, evicted_at: Tensor | None, positions: Tensor | None = None) -> Tensor:
     """Attention by lifetime: q [B, Hq, T, D], evicted_at int32 [B, Hkv, T] or None -> [B, Hq, T, D].
 
+    positions: int64 [B, T], by which the layer's window counts (None: 0 to T - 1).
     Raises KvrlError for learned sink logits, which need a key that is not in the sequence.
     """
     if call.s_aux is not None:
@@ -30,7 +31,10 @@ def attend_flex(call: AttentionCall, evicted_at: Tensor | None) -> Tensor:
     def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         keep = k <= q
         if call.window is not None:
-            keep = keep & (k > q - call.window)
+            if positions is None:
+                keep = keep & (k > q - call.window)
+            else:
+                keep = keep & (positions[b, k] > positions[b, q] - call.window)
         if evicted_at is not None:
             keep = keep & (q < evicted_at[b, h // group, k])
         return keep

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvrl.attention import flex, segments
+from kvrl.attention.blocks import Block, attend_blocks, make_blocks
 from kvrl.attention.kernels import attend
 from kvrl.attention.seam import AttentionCall
 from kvrl.cache.trace import NEVER, KVTrace
@@ -24,7 +25,8 @@ class ReplayContext:
     """Traces of a right-padded batch, ready for attention. Immutable: every layer and recomputation reads it alike.
 
     traces: one for each row of the batch, or None for the dense view (nothing is evicted; the layers' own
-    sliding windows stay). length: padded length T of the batch.
+    sliding windows stay). length: padded length T of the batch. positions: int64 [B, T], by which sliding windows
+    count; None: 0 to T - 1.
     """
 
     def __init__(
@@ -34,6 +36,7 @@ class ReplayContext:
         *,
         backend: Backend = "segments",
         device: torch.device | str = "cpu",
+        positions: Tensor | None = None,
     ) -> None:
         if backend not in get_args(Backend):
             raise KvrlError(f"replay.backend: {backend!r} is not one of {', '.join(get_args(Backend))}")
@@ -42,8 +45,10 @@ class ReplayContext:
         self.backend, self.length = backend, length
         self.evicted_at: Tensor | None = None
         self.plan: segments.Plan | None = None
+        self.blocks: list[Block] | None = None
         self.windows: list[int] | None = None
         self.managed: list[bool] | None = None
+        self.positions = positions
         if traces is None:
             return  # the dense view
         for trace in traces:
@@ -54,7 +59,9 @@ class ReplayContext:
             return  # nothing went: the dense view
         self.managed = one_of_all("managed layers", [trace.managed.tolist() for trace in evicting])
         self.capacity = max(trace.capacity for trace in evicting)
-        if backend == "segments":
+        if backend == "segments" and all(trace.capacity == 0 for trace in evicting):  # no schedule: beacons
+            self.blocks = make_blocks(traces, length, device)
+        elif backend == "segments":
             self.plan = segments.Plan.from_traces(traces, length, device)
         else:
             self.evicted_at = stack_lifetimes(traces, length).to(device)  # [L, B, H, T]
@@ -65,12 +72,14 @@ class ReplayContext:
         Raises KvrlError for traces of a model with other sliding windows.
         """
         self._check_window(call)
+        if self.blocks is not None:
+            return attend_blocks(call, self.blocks, self.positions)
         if self.backend == "segments":
             return segments.attend_segments(call, self.plan)
         lifetimes = None if self.evicted_at is None else self.evicted_at[call.layer]  # [B, H, T]
         if self.backend == "flex":
-            return flex.attend_flex(call, lifetimes)
-        return attend_mask(call, lifetimes)
+            return flex.attend_flex(call, lifetimes, self.positions)
+        return attend_mask(call, lifetimes, self.positions)
 
     def _check_window(self, call: AttentionCall) -> None:
         """A layer must be to the traces what it was to the sampler: a ring, or the policy's."""
@@ -104,14 +113,17 @@ def stack_lifetimes(traces: Sequence[KVTrace], length: int) -> Tensor:
     return out
 
 
-def attend_mask(call: AttentionCall, evicted_at: Tensor | None) -> Tensor:
-    """The reference: a dense boolean mask, visible = k <= q < evicted_at[k] and within the layer's window."""
+def attend_mask(call: AttentionCall, evicted_at: Tensor | None, positions: Tensor | None = None) -> Tensor:
+    """The reference: a dense boolean mask, visible = k <= q < evicted_at[k] and within the layer's window.
+
+    evicted_at int32 [B, H, T]; positions int64 [B, T], by which the window counts (None: 0 to T - 1).
+    """
     q = torch.arange(call.q.shape[2], device=call.q.device)[:, None]
     k = torch.arange(call.k.shape[2], device=call.q.device)
-    visible = k <= q  # [T, T]
+    visible = (k <= q)[None, None]  # [1, 1, T, T]
     if call.window is not None:
-        visible = visible & (k > q - call.window)
-    visible = visible[None, None]
+        at = k[None] if positions is None else positions
+        visible = visible & (at[:, None, None] > at[:, None, :, None] - call.window)  # [B, 1, T, T]
     if evicted_at is not None:
         visible = visible & (q < evicted_at[:, :, None, :])  # [B, H, T, T]
     return attend(call.q, call.k, call.v, visible, **call.kernel())

@@ -88,3 +88,10 @@ class Fed:
     predictor: Tensor  # int64 [R], the fed token whose hidden state predicts each raw token
     at: Tensor  # int64 [R], where each raw token stands
     beacons: Tensor  # int64 [beacons], where each beacon stands
+
+    @classmethod
+    def raw(cls, prompt_ids: list[int], completion_ids: list[int]) -> Fed:
+        """A sequence without beacons: each token is predicted by the one before it."""
+        prompt, ids = len(prompt_ids), torch.tensor(prompt_ids + completion_ids)
+        index = torch.arange(len(ids))
+        return cls(ids, index, index[prompt - 1 : -1], index[prompt:], index[:0])

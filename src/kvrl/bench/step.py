@@ -11,7 +11,7 @@ from typing import Any
 from kvrl.attention.replay import ReplayContext
 from kvrl.bench.settings import GROUP, Settings
 from kvrl.cache.compaction import Compactor
-from kvrl.sampler.engine import Engine
+from kvrl.sampler import engine
 from kvrl.tasks.recurrence import Recurrence
 from kvrl.train.config import Config
 from kvrl.train.run import build
@@ -21,7 +21,7 @@ MICRO_BATCH = 4  # completions of one forward and backward, as TRL's per_device_
 
 # What records an eviction, what cuts a request's trace out of the record, and what checks it and finds the
 # survivors of each eviction for the learner's attention
-TRACE_WORK = ((Compactor, "_record"), (Engine, "_rollout"), (ReplayContext, "__init__"))
+TRACE_WORK = ((Compactor, "_record"), (engine, "make_rollout"), (ReplayContext, "__init__"))
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Timed:
 
 
 @contextmanager
-def timed(*functions: tuple[type, str]) -> Iterator[Timed]:
-    """Inside the block, the time in these methods is added up (none of them calls another)."""
+def timed(*functions: tuple[Any, str]) -> Iterator[Timed]:
+    """Inside the block, the time in these methods (or functions of a module) is added up (none of them calls another)."""
     found, originals = Timed(), [getattr(kind, name) for kind, name in functions]
 
     def wrap(function: Callable) -> Callable:

@@ -15,7 +15,7 @@ class CacheConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     policy: str = "rkv"
-    """Which entries go: a name of `kvrl policies`, or `dense` for the full cache."""
+    """Which entries go: a name of `kvrl policies`, `beacon` for learned beacons, or `dense` for the full cache."""
     budget: int = Field(512, ge=1)
     """KV entries that a sequence keeps per layer and KV head after a compaction."""
     buffer: int = Field(128, ge=1)
@@ -39,6 +39,19 @@ class CacheConfig(BaseModel):
     @property
     def is_dense(self) -> bool:
         return self.policy == "dense"
+
+    @property
+    def is_beacon(self) -> bool:
+        """Whether windows go when their beacon was read; budget and buffer have no meaning then."""
+        return self.policy == "beacon"
+
+    def at_budget(self, budget: int | str) -> CacheConfig:
+        """The same section at a point of an evaluation: a budget, `full`, or `c=4` for beacons of every 4 tokens."""
+        if budget == "full":
+            return self.as_dense()
+        if isinstance(budget, str):
+            return self.model_copy(update={"params": {**self.params, "every": int(budget.removeprefix("c="))}})
+        return self.model_copy(update={"budget": budget})
 
     def as_dense(self) -> CacheConfig:
         """The same section with the full cache."""

@@ -25,10 +25,10 @@ def slot_width(num_slots: int) -> int:
     return num_slots if num_slots <= 4 else -(-num_slots // 4) * 4
 
 
-def slots_within(spec: ModelSpec, cache: CacheConfig, kv_memory: int, **given: Any) -> int:
+def slots_within(kv_memory: int, spec: ModelSpec, cache: CacheConfig, **given: Any) -> int:
     """The most slots whose K and V, the staging row's included, fit into kv_memory bytes.
 
-    given: max_tokens and dtype, as `make_memory` takes them. KvrlError if not even one slot fits.
+    given: max_tokens, dtype and beacon_slots, as `make_memory` takes them. KvrlError if not even one slot fits.
     """
     slots, _ = make_memory(spec, cache, num_slots=1, device=torch.device("meta"), **given)
     row = slots.kv_bytes // 2  # the staging row is as large as a slot
@@ -51,17 +51,19 @@ def make_memory(
     device: torch.device,
     scratch_bytes: int | None = None,
     native: bool = False,
+    beacon_slots: int | None = None,
 ) -> tuple[KVSlots, Compactor | None]:
-    """Slots for sequences of at most max_tokens, and what compacts them (None for the full cache).
+    """Slots for sequences of at most max_tokens, and what compacts them (None for the full cache and for beacons).
 
-    native: compact by the compiled CPU kernels.
+    native: compact by the compiled CPU kernels. beacon_slots: entries of a slot under policy `beacon`.
     """
     policy = make_policy(cache)
     # The full cache is a slot of max_tokens entries that never fills: the last token has no forward (contract 2).
-    budget, buffer = (max_tokens - 1, 1) if policy is None else (cache.budget, cache.buffer)
+    full = max_tokens if beacon_slots is None else beacon_slots
+    budget, buffer = (full - 1, 1) if policy is None else (cache.budget, cache.buffer)
     slots = KVSlots(
         spec, slot_width(num_slots), budget=budget, buffer=buffer, max_tokens=max_tokens, policy=policy, dtype=dtype,
-        device=device,
+        device=device, rings=beacon_slots is None,
     )  # fmt: skip
     if policy is None:
         return slots, None

@@ -53,6 +53,7 @@ class KVSlots:
     Row S (the last) is the staging row: a prompt is prefilled there once and copied to its group's slots.
     Layers whose sliding window fits into a slot keep a ring of their own and know no policy; the other
     layers are `managed` and share one storage, [managed layers, rows, kv_heads, capacity, head_dim].
+    rings: False manages all layers alike, as beacons need it (a ring forgets by position what they evict by window).
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class KVSlots:
         policy: Policy | None,
         dtype: torch.dtype,
         device: torch.device,
+        rings: bool = True,
     ) -> None:
         self.spec, self.num_slots, self.policy = spec, num_slots, policy
         self.budget, self.buffer, self.capacity = budget, buffer, budget + buffer
@@ -73,7 +75,7 @@ class KVSlots:
         self.rings = {
             layer: Ring(rows, spec, window, dtype, device)
             for layer, window in enumerate(spec.windows)
-            if window is not None and window <= self.capacity
+            if rings and window is not None and window <= self.capacity
         }
         self.managed = [layer for layer in range(spec.num_layers) if layer not in self.rings]
         self.index = {layer: i for i, layer in enumerate(self.managed)}
@@ -112,6 +114,11 @@ class KVSlots:
             ring.k[target], ring.v[target] = ring.k[source], ring.v[source]
         for t in (self.k, self.v, self.position, self.queries, self.state, self.events):
             t[:, target] = t[:, source]
+
+    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        """Move one entry of each row, with its position, to another place in all layers and heads: all [n]."""
+        for t in (self.k, self.v, self.position):
+            t[:, rows, :, target] = t[:, rows, :, source]
 
     def append_positions(self, rows: Tensor, at: Tensor, tokens: Tensor) -> None:
         """Record the logical position of the entry that each row appends: all [S]."""

@@ -15,8 +15,8 @@ from rich.table import Table
 
 from kvrl.cache.config import CacheConfig
 from kvrl.errors import KvrlError
-from kvrl.eval.evaluate import Evaluation, evaluate, idle_budgets
-from kvrl.eval.report import to_json
+from kvrl.eval.evaluate import Evaluation, evaluate, idle_budgets, points
+from kvrl.eval.report import decoding_name, to_json
 from kvrl.sampler.config import SamplingConfig
 from kvrl.tasks import get_task
 from kvrl.tasks.math import MathProblems, math_scorer
@@ -134,7 +134,7 @@ def benchmark_table(results: Sequence[SetResult], title: str) -> Table:
     table.add_column("set")
     table.add_column("problems", justify="right")
     for budget in means(results):
-        table.add_column(budget if budget == "full" else f"budget {budget}", justify="right")
+        table.add_column(budget if budget == "full" else decoding_name(budget), justify="right")
     for r in results:
         table.add_row(r.name, str(r.problems), *(f"{e.accuracy:.3f}" for e in r.evaluations))
     table.add_section()
@@ -166,7 +166,8 @@ def run_benchmark(
     model.to(Accelerator().device)
     with torch.no_grad():
         results = evaluate_sets(
-            model, tokenizer, sets, cache=cache, budgets=args.budgets, sampling=sampling, n=args.n, seed=args.seed,
+            model, tokenizer, sets, cache=cache, budgets=points(args.budgets, cache, model), sampling=sampling,
+            n=args.n, seed=args.seed,
             slots=args.slots or 128, say=Console(stderr=True, highlight=False).print,
         )  # fmt: skip
     if args.json:

@@ -90,9 +90,12 @@ def check_table(base: Config, methods: list[str]) -> None:
         raise KvrlError("eval.n: 0 evaluates nothing, and compare shows accuracies; raise eval.n to at least 1")
     compressed = [budget for budget in base.eval_budgets if budget != "full"]
     if len(compressed) != 1 or base.eval_budgets.count("full") != 1:
+        remedy = f"eval.budgets to [{compressed[0] if compressed else base.cache.budget}, full]"
+        if base.cache.is_beacon:
+            remedy = "cache.params.every to one number, and leave eval.budgets out"
         raise KvrlError(
             f"eval.budgets: {base.eval_budgets} is not one compressed budget and full, which compare shows side by "
-            f"side; set eval.budgets to [{compressed[0] if compressed else base.cache.budget}, full]"
+            f"side; set {remedy}"
         )
 
 

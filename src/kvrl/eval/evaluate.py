@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from kvrl.beacons.config import beacons_for
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
@@ -42,11 +43,13 @@ class Evaluation:
     dropped: int = 0
     """Problems left out: a prompt that is too long, or whose protected entries a budget cannot hold."""
     buffer: int | None = None
-    """Entries above the budget before a compaction; None under the full cache."""
+    """Entries above the budget before a compaction; None under the full cache and under beacons."""
     evictions: float = 0.0
     """Compactions of one sequence, on average."""
     longest: int = 0
     """Tokens of the longest sequence, prompt and completion."""
+    held_entries: float = 0.0
+    """KV entries of a layer and head that a decode step attended to, on average."""
 
 
 def evaluate(
@@ -65,13 +68,14 @@ def evaluate(
 ) -> list[Evaluation]:
     """Mean reward of one completion for each of n held-out problems, under each budget (`full`: the whole cache).
 
+    budgets: as `CacheConfig.at_budget` reads them.
+
     rollout: the limits of prompts. A problem over one of them, or whose protected entries exceed one of the budgets,
     stops the evaluation (the default), or is left out under all budgets, so that all meet the same problems.
     KvrlError if none is left.
     """
     settings = rollout or RolloutSettings()
-    caches = [cache.as_dense() if budget == "full" else cache.model_copy(update={"budget": budget})
-              for budget in budgets]  # fmt: skip
+    caches = [cache.at_budget(budget) for budget in budgets]
     rows, prompts = held_out(tokenizer, task, PromptLimits.of(settings, *caches), n, seed)
     one = sampling.model_copy(update={"num_generations": 1})
     results = []
@@ -93,9 +97,10 @@ def evaluate(
                 mean_length=sum(len(r.completion_ids) for r in rollouts) / len(rollouts),
                 truncated=sum(r.finish_reason == "length" for r in rollouts) / len(rollouts),
                 dropped=n - len(rows),
-                buffer=None if chosen.is_dense else chosen.buffer,
+                buffer=None if chosen.is_dense or chosen.is_beacon else chosen.buffer,
                 evictions=sum(r.trace.num_events for r in rollouts) / len(rollouts),
                 longest=max(r.num_tokens for r in rollouts),
+                held_entries=rollouts[0].stats["held_entries"],
             )
         )
     return results
@@ -153,14 +158,25 @@ def idle_budgets(results: Sequence[Evaluation]) -> str | None:
     )
 
 
+def points(budgets: Sequence[int | str] | None, cache: CacheConfig, model: nn.Module) -> Sequence[int | str]:
+    """What `kvrl eval` evaluates: the budgets given, or `full`; under beacons each window asked for, and these."""
+    if not cache.is_beacon:
+        return budgets or ["full"]
+    return [*(f"c={c}" for c in beacons_for(cache, model).every), *(budgets or [])]
+
+
 def run_eval(args: argparse.Namespace) -> None:
     """`kvrl eval`: one task, or a benchmark. Whatever can be wrong is told before a model is loaded."""
     cache, sampling, taken = settings_of(args)
-    budgets = [b for b in args.budgets if b != "full"]
+    budgets = [b for b in args.budgets or [] if b != "full"]
+    if cache.is_beacon and budgets:
+        raise KvrlError(f"--budgets: {budgets[0]} has no meaning under --policy beacon, whose dial is --every; set "
+                        "--every, or --budgets full for the full cache too")  # fmt: skip
     if args.policy == "dense" and budgets:
         raise KvrlError(f"--budgets: {budgets[0]} has no meaning under --policy dense, which keeps every entry; "
                         "set --budgets full, or --policy to one that `kvrl policies` lists")  # fmt: skip
-    make_policy(CacheConfig(policy=args.policy))  # an unknown name is told whatever the budgets are
+    # an unknown name is told whatever the budgets are, and so is what beacons cannot have
+    make_policy(cache if cache.is_beacon else CacheConfig(policy=args.policy))
     for budget in budgets:
         try:
             make_policy(cache.model_copy(update={"budget": budget}))
@@ -185,8 +201,8 @@ def run_eval(args: argparse.Namespace) -> None:
     model.to(Accelerator().device)
     with torch.no_grad(), sampling_bar(Console(stderr=True)) as on_step:
         results = evaluate(
-            model, tokenizer, task, cache=cache, budgets=args.budgets, sampling=sampling, n=n, seed=args.seed,
-            slots=args.slots or min(128, n), on_step=on_step,
+            model, tokenizer, task, cache=cache, budgets=points(args.budgets, cache, model), sampling=sampling, n=n,
+            seed=args.seed, slots=args.slots or min(128, n), on_step=on_step,
         )  # fmt: skip
     if (warning := idle_budgets(results)) is not None:
         print(warning, file=sys.stderr)

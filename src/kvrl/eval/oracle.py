@@ -15,13 +15,17 @@ from transformers import DynamicCache
 
 
 @torch.no_grad()
-def oracle_logits(model: Any, token_ids: list[int], evicted_at: Tensor | None = None) -> Tensor:
+def oracle_logits(
+    model: Any, token_ids: list[int], evicted_at: Tensor | None = None, positions: list[int] | None = None
+) -> Tensor:
     """Logits of every position of one sequence, [T, V] in the model's dtype.
 
     model: a causal LM loaded with `attn_implementation="eager"`.
     evicted_at: int [layers, kv_heads, T], the first query position that no longer sees the entry (any value
     beyond T: it stays); None deletes nothing. Every head of a layer loses as many entries as the others.
+    positions: of each token, for RoPE and for sliding windows; None: 0, 1, ...
     """
+    where = torch.tensor(list(range(len(token_ids))) if positions is None else positions)
     config = model.config.get_text_config()
     assert config._attn_implementation == "eager", "the oracle wants the reference attention"
     layers = config.num_hidden_layers
@@ -34,7 +38,7 @@ def oracle_logits(model: Any, token_ids: list[int], evicted_at: Tensor | None = 
         position, window = held[module.layer_idx], windows[module.layer_idx]  # type: ignore[index]
         mask = None
         if window is not None:
-            hidden = position <= now - window  # [kv_heads, n]
+            hidden = where[position] <= where[now] - window  # [kv_heads, n]
             group = config.num_attention_heads // len(position)
             lowest = torch.finfo(model.dtype).min
             mask = torch.zeros(position.shape, dtype=model.dtype).masked_fill(hidden, lowest)
@@ -54,8 +58,9 @@ def oracle_logits(model: Any, token_ids: list[int], evicted_at: Tensor | None = 
                 new = torch.full((_kv_heads(config), 1), now)
                 held[layer] = torch.cat([held[layer], new], dim=1) if now else new
             ids = torch.tensor([[token]], device=model.device)
-            positions = torch.tensor([[now]], device=model.device)
-            out = model(input_ids=ids, position_ids=positions, use_cache=True, **{keyword: cache})
+            out = model(
+                input_ids=ids, position_ids=where[now].view(1, 1).to(model.device), use_cache=True, **{keyword: cache}
+            )
             rows.append(out.logits[0, -1])
     finally:
         model.train(training)
@@ -87,6 +92,26 @@ def oracle_logprobs(
     """Log-probs of the tokens after the prompt under the deletions, [T - prompt_length]."""
     logits = oracle_logits(model, token_ids, evicted_at)
     return completion_logprobs(logits, token_ids, prompt_length, temperature)
+
+
+def beacon_logprobs(
+    model: Any,
+    fed_ids: list[int],
+    positions: list[int],
+    evicted_at: Tensor,
+    beacon: int,
+    prompt_length: int,
+    *,
+    temperature: float = 1.0,
+) -> Tensor:
+    """Log-probs of the raw tokens after the prompt, where beacons were fed between them: [raw tokens].
+
+    A raw token is predicted by the raw token (or the prompt's last) before it, over all tokens but the beacon.
+    """
+    logits = oracle_logits(model, fed_ids, evicted_at, positions)
+    logits[:, beacon] = -torch.inf
+    raw = [i for i, token in enumerate(fed_ids) if i < prompt_length or token != beacon]
+    return completion_logprobs(logits[raw], [fed_ids[i] for i in raw], prompt_length, temperature)
 
 
 @torch.no_grad()

@@ -8,6 +8,7 @@ noise floor, the same figures for an uncompressed rollout, the mean at most 1.15
 from __future__ import annotations
 
 import argparse
+import contextlib
 import copy
 import json
 from collections.abc import Iterator, Sequence
@@ -17,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvrl.attention.probe import probe
+from kvrl.attention.probe import probe, text_config
 from kvrl.attention.replay import Backend
+from kvrl.beacons.config import FIELD, BeaconSet, beacons_of, params_of
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import POLICIES, make_policy
 from kvrl.errors import KvrlError
-from kvrl.eval.oracle import full_forward_logprobs, incremental_error, oracle_logprobs
+from kvrl.eval.oracle import beacon_logprobs, full_forward_logprobs, incremental_error, oracle_logprobs
 from kvrl.learner import Scorer, completion_mask, sampler_logprobs
 from kvrl.models.tiny_families import BOS, FAMILIES, VOCAB, WINDOWED, build_family
 from kvrl.sampler.config import SamplingConfig
@@ -34,6 +36,7 @@ MEAN_FACTOR, P99_FACTOR = 1.15, 1.3
 NOISE_TOKENS = 4000  # a bfloat16 figure over fewer is not steady
 NO_NOISE = 1e-4  # a mean below it means that two bfloat16 computations agreed to the bit almost everywhere
 REPLAY_BATCH = 8
+BEACON_RATES = (1, 3, 5)
 
 TEXTS = (
     "Explain to a child why the sky is blue during the day and red in the evening.",
@@ -89,6 +92,7 @@ class Report:
     dtype: str
     budget: int
     buffer: int
+    """Budget and buffer are 0 under beacons."""
     tokens: int
     evictions: int
     max_abs_logp_diff: float
@@ -109,13 +113,16 @@ def run_parity(args: argparse.Namespace) -> int:
     names = list(POLICIES) if args.policy == "all" else args.policy.split(",")
     for name in names:
         make_policy(CacheConfig(policy=name))
+    if args.every is not None and "beacon" not in names:
+        raise KvrlError(f"--every: chooses the windows of beacons, and --policy is {args.policy}; set --policy beacon")
     reports = []
     for subject in subjects(args):
         caches = [cache_of(name, subject, args) for name in names]
         error = stock_error(subject, args.seed) if subject.exact else None
         floor = None if subject.exact else noise_floor(subject, args.seed)
         for cache in caches:
-            reports.append(examine(subject, cache, args.seed, error, floor))
+            with beacon_in(subject, cache):
+                reports.append(examine(subject, cache, args.seed, error, floor))
             if not args.json:
                 print(line(reports[-1]), flush=True)
     passed = all(r.passed for r in reports)
@@ -175,12 +182,33 @@ def _prompt_count(args: argparse.Namespace, default: int, new: int) -> int:
 
 def cache_of(policy: str, subject: Subject, args: argparse.Namespace) -> CacheConfig:
     """The cache section of one policy: the flags over the subject's defaults."""
+    if policy == "beacon":
+        return CacheConfig(policy=policy, params={} if args.every is None else {"every": args.every})
     budget = args.budget or subject.budget
     given = {name: getattr(args, name) for name in ("window", "sinks") if getattr(args, name) is not None}
     params = {"prompt_window": min(64, budget // 2)} if policy == "snapkv" else {}
     cache = CacheConfig(policy=policy, budget=budget, buffer=args.buffer or subject.buffer, params=params, **given)
     make_policy(cache)
     return cache
+
+
+@contextlib.contextmanager
+def beacon_in(subject: Subject, cache: CacheConfig) -> Iterator[None]:
+    """Inside, a model without a beacon takes the last token that no prompt has for one, under policy `beacon`.
+
+    An untrained beacon says as much about exactness as a trained one.
+    """
+    if not cache.is_beacon or beacons_of(subject.model) is not None:
+        yield
+        return
+    config = text_config(subject.model)
+    every = params_of(cache).rates or BEACON_RATES
+    free = set(range(config.vocab_size)).difference(*subject.prompts)
+    setattr(config, FIELD, BeaconSet(max(free), every).as_config())
+    try:
+        yield
+    finally:
+        delattr(config, FIELD)
 
 
 def sample(subject: Subject, cache: CacheConfig, seed: int) -> list[Rollout]:
@@ -250,9 +278,7 @@ def examine(subject: Subject, cache: CacheConfig, seed: int, error: float | None
     dense = Figures.of(_difference(subject, rollouts, "segments", dense=True))
     oracle = None
     if subject.exact:
-        truth = torch.cat(
-            [oracle_logprobs(subject.stock, r.token_ids, len(r.prompt_ids), r.trace.evicted_at()) for r in rollouts]
-        ).cpu()
+        truth = torch.cat([oracle_of(subject.stock, r) for r in rollouts]).cpu()
         oracle = max((given - truth).abs().max().item() for given in (recorded, *replays.values()))
     evicted = any(bool((r.trace.events >= 0).any()) for r in rollouts)
     idle, note = (True, None) if evicted else why_idle(subject, cache, max(r.num_tokens for r in rollouts))
@@ -267,8 +293,8 @@ def examine(subject: Subject, cache: CacheConfig, seed: int, error: float | None
         model=subject.name,
         policy=cache.policy,
         dtype=subject.dtype,
-        budget=cache.budget,
-        buffer=cache.buffer,
+        budget=0 if cache.is_beacon else cache.budget,
+        buffer=0 if cache.is_beacon else cache.buffer,
         tokens=len(recorded),
         evictions=sum(r.trace.num_events for r in rollouts) if evicted else 0,
         max_abs_logp_diff=worst.max,
@@ -284,10 +310,26 @@ def examine(subject: Subject, cache: CacheConfig, seed: int, error: float | None
     )
 
 
+def oracle_of(stock: Any, r: Rollout) -> Tensor:
+    """The oracle's log-probs of a rollout's completion, [C]."""
+    prompt, evicted_at = len(r.prompt_ids), r.trace.evicted_at()
+    if r.beacons is None:
+        return oracle_logprobs(stock, r.token_ids, prompt, evicted_at, temperature=r.temperature)
+    return beacon_logprobs(
+        stock, r.fed.ids.tolist(), r.fed.positions.tolist(), evicted_at, r.beacons.token_id, prompt,
+        temperature=r.temperature,
+    )  # fmt: skip
+
+
 def why_idle(subject: Subject, cache: CacheConfig, longest: int) -> tuple[bool, str]:
     """Whether a rollout without evictions may pass, and the words for it. KvrlError where the budget is the cause."""
     if cache.is_dense:
         return True, "nothing was evicted: policy dense keeps every entry"
+    if cache.is_beacon:
+        raise KvrlError(
+            f"--every: no window of {subject.name}'s completions of {subject.new_tokens} tokens closes; lower --every "
+            "or raise --max_completion_length"
+        )
     windows = probe(subject.model).windows
     if all(window is not None and window <= cache.capacity for window in windows):
         return True, "nothing was evicted: every layer keeps its sliding window alone, within a slot"

@@ -51,6 +51,11 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def decoding_name(budget: str) -> str:
+    """An evaluation's budget in words: `24`, `full`, or `c=4` for beacons."""
+    return "full cache" if budget == "full" else f"budget {budget}" if budget.isdigit() else f"beacons {budget}"
+
+
 def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, Any]:
     """Write summary.json and reward.png from metrics.jsonl; show the closing table and where everything is."""
     steps, evaluations = read_metrics(output_dir)
@@ -58,9 +63,7 @@ def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, A
     rows: list[dict[str, Any]] = []
     for budget in budgets:
         mine = sorted((e for e in evaluations if e["budget"] == budget), key=lambda e: e["step"])
-        rows.append(
-            {"decoding": "full cache" if budget == "full" else f"budget {budget}", "start": mine[0], "end": mine[-1]}
-        )
+        rows.append({"decoding": decoding_name(budget), "start": mine[0], "end": mine[-1]})
     parity = {k: max(s[f"parity/{k}"] for s in steps) for k in ("mean", "p99", "max")} if steps else {}
     summary = {
         "steps": len(steps),
@@ -128,7 +131,7 @@ def plot_reward(path: Path, curves: dict[str, list[float]], evaluations: list[di
         axes.plot(steps, smooth(values), color="C0", label=f"{name} (mean of 5 steps)")
     for i, budget in enumerate(dict.fromkeys(e["budget"] for e in evaluations)):
         mine = [e for e in evaluations if e["budget"] == budget]
-        label = "held out, full cache" if budget == "full" else f"held out, budget {budget}"
+        label = f"held out, {decoding_name(budget)}"
         axes.plot([e["step"] for e in mine], [e["accuracy"] for e in mine], "o--", color=f"C{i + 1}", label=label)
     axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
     step_ticks(axes)

@@ -43,6 +43,8 @@ def settings_of(args: argparse.Namespace) -> tuple[CacheConfig, SamplingConfig, 
         taken = _take_task(args, run["task"])
         same_policy = args.policy in (None, run["cache"]["policy"])
         left = {"budget", "policy"} | (set() if same_policy else {"params", "granularity"})
+        if run["cache"]["policy"] == "beacon":
+            left.add("buffer")  # it had no meaning there
         cache = {k: v for k, v in run["cache"].items() if k not in left and v not in (None, {})}
         sampling = {k: v for k, v in run["sampling"].items() if k != "num_generations"}
         if args.policy is None:
@@ -50,17 +52,31 @@ def settings_of(args: argparse.Namespace) -> tuple[CacheConfig, SamplingConfig, 
             taken.append(f"policy {args.policy}")
     args.policy = args.policy or POLICY
     flags = {k: getattr(args, k) for k in ("buffer", "window", "sinks") if getattr(args, k) is not None}
+    flags |= beacon_flags(args, cache.get("params", {}))
     drawn = {k: v for k in ("temperature", "max_completion_length") if (v := getattr(args, k)) is not None}
     taken += [f"{k} {v}" for k, v in cache.items() if k not in flags and v is not False]
     usual = SamplingConfig().model_dump(exclude={"max_completion_length"})
     taken += [f"{k} {v}" for k, v in sampling.items() if k not in drawn and usual.get(k, ...) != v]
     args.task_params = args.task_params or {}
-    budgets = [budget for budget in args.budgets if budget != "full"]
+    budgets = [budget for budget in args.budgets or [] if budget != "full"]
     return (
         _checked(CacheConfig, {"budget": max(budgets, default=512), **cache, **flags, "policy": args.policy}),
         _checked(SamplingConfig, {**sampling, **drawn}),
         f"from the run of {args.model}: {', '.join(taken)}" if taken else None,
     )
+
+
+def beacon_flags(args: argparse.Namespace, params: dict[str, Any]) -> dict[str, Any]:
+    """The cache's `params` that --every gives, over those of the run. KvrlError where it has no meaning."""
+    if args.policy == "beacon" and args.buffer is not None:
+        raise KvrlError(
+            f"--buffer: {args.buffer} has no meaning under --policy beacon, whose dial is --every; leave it out"
+        )
+    if args.every is None:
+        return {}
+    if args.policy != "beacon":
+        raise KvrlError(f"--every: chooses the windows of beacons, and --policy is {args.policy}; set --policy beacon")
+    return {"params": {**params, "every": args.every}}
 
 
 def _take_task(args: argparse.Namespace, task: dict[str, Any]) -> list[str]:

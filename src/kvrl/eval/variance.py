@@ -91,6 +91,8 @@ def run_variance(args: argparse.Namespace) -> None:
 def load(args: argparse.Namespace) -> tuple[str, nn.Module, list[list[int]], CacheConfig]:
     """Name, model, one prompt for each sample, and cache. KvrlError for what no sequence can show."""
     longest = args.lengths[-1]
+    if args.policy == "beacon":
+        raise KvrlError("--policy: beacon has no budget, which is measured here; name another of `kvrl policies`")
     chosen = "tiny:llama" if args.model == "tiny" else args.model
     given = argparse.Namespace(**{**vars(args), "model": chosen, "prompts": args.n, "max_completion_length": longest})
     subject = next(subjects(given))

@@ -17,20 +17,23 @@ from torch import Tensor, nn
 
 from kvrl.attention.probe import check_length, prepare, probe, text_config
 from kvrl.attention.sampler import DecodeContext, PrefillContext
+from kvrl.beacons.config import beacons_for, beacons_of, check_limit
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.memory import make_memory, slots_within
-from kvrl.cache.policies import check_budget, make_policy
-from kvrl.cache.trace import KVTrace, num_events, occupancy
+from kvrl.cache.policies import make_policy
+from kvrl.cache.trace import occupancy
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, decoder
 from kvrl.native.decode_attention import supported
 from kvrl.native.layer import native_trunk
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.decode_graph import DecodeGraph
+from kvrl.sampler.inputs import check_beacons, check_prompts, token_ids
+from kvrl.sampler.record import make_rollout
 from kvrl.sampler.request import Continue, Progress, Prompt, Request
 from kvrl.sampler.routing import RoutingRecorder
 from kvrl.sampler.sampling import Drawn, draw
-from kvrl.sampler.types import FinishReason, Rollout, Support
+from kvrl.sampler.types import FinishReason, Rollout
 from kvrl.streams import fold, stream_key, uniform
 
 
@@ -69,12 +72,17 @@ class Engine:
         self.policy = make_policy(cache)
         self.prefill_chunk = prefill_chunk
         self.max_prompt_length = max_prompt_length
-        self.max_tokens = max_prompt_length + sampling.max_completion_length
-        check_length(self.spec.max_length, self.max_tokens, "prompt + sampling.max_completion_length")
+        new = sampling.max_completion_length
+        self.max_tokens = longest = max_prompt_length + new
+        self.beacons = beacons_for(cache, model) if cache.is_beacon else None
+        if self.beacons is not None:
+            check_limit(self.beacons.every, new)
+            longest += self.beacons.positions_taken(new)
+        check_length(self.spec.max_length, longest, "prompt + sampling.max_completion_length")
         trained = getattr(text_config(model), "max_position_embeddings", None)
-        if trained is not None and self.max_tokens > trained:
+        if trained is not None and longest > trained:
             warnings.warn(
-                f"prompt + sampling.max_completion_length: {self.max_tokens} tokens are over the {trained} that the "
+                f"prompt + sampling.max_completion_length: {longest} tokens are over the {trained} that the "
                 "model was made for (max_position_embeddings); expect poor text beyond",
                 stacklevel=2,
             )
@@ -82,15 +90,21 @@ class Engine:
         self.device = parameter.device
         self.cuda_graphs = cuda_graphs and self.device.type == "cuda"
         self.native = native_kernels and supported(parameter.dtype, self.device, self.spec.head_dim)
+        given: dict[str, Any] = {
+            "max_tokens": self.max_tokens, "dtype": parameter.dtype,
+            "beacon_slots": None if self.beacons is None else self.beacons.slots(max_prompt_length, new),
+        }  # fmt: skip
         if kv_memory is not None:
-            fit = slots_within(self.spec, cache, kv_memory, max_tokens=self.max_tokens, dtype=parameter.dtype)
-            num_slots = min(num_slots, fit)
+            num_slots = min(num_slots, slots_within(kv_memory, self.spec, cache, **given))
         self.slots, self.compactor = make_memory(
-            self.spec, cache, num_slots=num_slots, max_tokens=self.max_tokens, dtype=parameter.dtype,
-            device=self.device, scratch_bytes=scratch_bytes, native=self.native,
+            self.spec, cache, num_slots=num_slots, device=self.device, scratch_bytes=scratch_bytes, native=self.native,
+            **given,
         )  # fmt: skip
         self.num_slots, self.budget, self.buffer = self.slots.num_slots, self.slots.budget, self.slots.buffer
         self.running = False
+        own = beacons_of(model)
+        self.banned = None if own is None else own.token_id
+        self.vocab = text_config(model).vocab_size
         self.eos = frozenset(sampling.eos_token_ids if sampling.eos_token_ids is not None else eos_ids(model))
 
     @property
@@ -117,20 +131,23 @@ class Engine:
         *,
         seed: int = 0,
         request_ids: Sequence[int] | None = None,
+        every: Sequence[int] | None = None,
         on_turn: Continue | None = None,
         on_step: Callable[[Progress], None] | None = None,
     ) -> list[Rollout]:
         """Sample `num_generations` completions of each prompt; they are consecutive in the result.
 
         request_ids names each prompt's random stream (its index by default): with seed and sample index it
-        alone decides the randomness. on_step is called after each decode step. Raises KvrlError for prompts that do
-        not fit.
+        alone decides the randomness. every: the beacons' window for each prompt; None: the cache's one, or drawn from
+        its set by each request's stream. on_step is called after each decode step. Raises KvrlError for prompts that
+        do not fit.
         """
         if self.running:
             raise KvrlError("engine: is running; sample from inside a run (on_turn) with another Engine")
         prepare(self.model)  # its attention may have been set to another implementation since
-        prompts = [self._token_ids(f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
-        self._check(prompts)
+        prompts = [token_ids(f"prompts[{i}]", prompt, self.vocab) for i, prompt in enumerate(prompts)]
+        check_prompts(prompts, self.max_prompt_length, self.cache, self.policy, self.banned)
+        check_beacons(self.beacons, len(prompts), every, on_turn)
         ids = list(range(len(prompts))) if request_ids is None else [operator.index(i) for i in request_ids]
         if len(ids) != len(prompts):
             raise KvrlError(f"request_ids: {len(ids)} for {len(prompts)} prompts; give one for each")
@@ -139,7 +156,10 @@ class Engine:
             Prompt(list(p), i, deque(Request(list(p), i, g, stream_key(seed, ids[i], g)) for g in range(n)))
             for i, p in enumerate(prompts)
         )
-        every = [request for prompt in waiting for request in prompt.waiting]
+        requests = [request for prompt in waiting for request in prompt.waiting]
+        if self.beacons is not None:
+            for r in requests:
+                r.beacons = self.beacons.draw(r.stream) if every is None else self.beacons.plan(every[r.prompt_index])
         done: dict[int, Rollout] = {}
         active: dict[int, Request] = {}
         start = time.perf_counter()
@@ -161,7 +181,7 @@ class Engine:
                         )
                     row, request = free.pop(0), staged.waiting.popleft()
                     self.slots.copy_row(self.num_slots, row)
-                    request.forwarded = len(request.prompt_ids)
+                    request.forwarded = request.held = len(request.prompt_ids)
                     request.routing.extend(staged_routing)
                     active[row] = request
                     self._accept({row: request}, self._draw({row: request}, staged_logits, [row]), on_turn)
@@ -175,10 +195,10 @@ class Engine:
                     busy = len(active)
                     self._retire(active, done)
                     if on_step is not None:
-                        left = len(every) - len(done) - len(active)
-                        on_step(Progress(steps, busy, left, len(done), len(every), tokens))
+                        left = len(requests) - len(done) - len(active)
+                        on_step(Progress(steps, busy, left, len(done), len(requests), tokens))
         seconds = time.perf_counter() - start
-        out = [done[id(request)] for request in every]
+        out = [done[id(request)] for request in requests]
         tokens = sum(len(r.completion_ids) for r in out)
         stats = {
             "seconds": seconds,
@@ -186,26 +206,55 @@ class Engine:
             "kv_bytes": float(self.kv_bytes),
             "scratch_bytes": float(self.scratch_bytes),
             "dense_kv_bytes": float(self.dense_kv_bytes),
+            "held_entries": sum(r.seen for r in requests) / max(1, sum(r.steps for r in requests)),
+            "held_entries_max": float(max((r.most_held for r in requests), default=0)),
         }
         return [replace(r, stats=stats) for r in out]
 
     # One step of every slot -------------------------------------------------------------------------------
 
     def _step(self, active: dict[int, Request], on_turn: Continue | None) -> None:
-        """Forward the newest token of every slot, let full slots be compacted, draw the next tokens."""
+        """Forward the newest token of every slot, let full slots be compacted, draw the next tokens.
+
+        A slot whose window has closed forwards its beacon instead, and draws nothing.
+        """
         tokens, positions, at = [0] * self.num_slots, [0] * self.num_slots, [0] * self.num_slots
+        due = [row for row, request in active.items() if request.beacon_is_due]
         for row, request in active.items():
-            tokens[row] = request.completion_ids[-1]
-            positions[row] = request.forwarded
-            at[row] = occupancy(request.forwarded, self.budget, self.buffer)
+            tokens[row], positions[row] = request.next_fed()
+            at[row] = self._held(request)
+            request.count(at[row] + 1)
         logits = self.decode(torch.tensor([tokens, positions, at], device=self.device))  # [S, V]
         for row, request in active.items():
             request.forwarded += 1
+            request.held += 1
             if self.routing:
                 request.routing.append(self.routing.at(row, width=self.num_slots))
         self._compact(list(active.items()), in_prompt=False)
-        rows = sorted(active)
-        self._accept(active, self._draw(active, logits, rows), on_turn)
+        self._close_windows([(row, active[row]) for row in due])
+        drawing = {row: active[row] for row in sorted(active) if row not in due}
+        if drawing:
+            self._accept(drawing, self._draw(drawing, logits, list(drawing)), on_turn)
+
+    def _held(self, request: Request) -> int:
+        """Entries that a request's slot holds, which is the place of the next one."""
+        if request.beacons is None:
+            return occupancy(request.forwarded, self.budget, self.buffer)
+        if not request.beacon_is_due:  # a closed window keeps its raw entries until its beacon was fed
+            assert request.held == request.beacons.held(len(request.prompt_ids), request.raw)
+        return request.held
+
+    def _close_windows(self, rows: list[tuple[int, Request]]) -> None:
+        """Let the beacon just forwarded take the first place of its window, whose raw entries go."""
+        if not rows:
+            return
+        source = [r.held - 1 for _, r in rows]
+        for _, r in rows:
+            assert r.beacons is not None
+            r.fed_beacons += 1
+            r.held -= r.beacons.every
+        given = [[row for row, _ in rows], source, [r.held - 1 for _, r in rows]]
+        self.slots.move(*torch.tensor(given, device=self.device))
 
     def _decode_step(self, *, captured: bool) -> Callable[[Tensor], Tensor]:
         """What takes every slot's token id, position and storage slot, int64 [3, S], to logits f32 [S, V]."""
@@ -291,7 +340,7 @@ class Engine:
         given = on_turn(request)
         if given is None:
             return False
-        inserted = self._token_ids("on_turn", given)
+        inserted = token_ids("on_turn", given, self.vocab)
         if not inserted:
             return False
         if len(inserted) >= self.sampling.max_completion_length - len(request.completion_ids):
@@ -347,62 +396,7 @@ class Engine:
     def _retire(self, active: dict[int, Request], done: dict[int, Rollout]) -> None:
         for row in [row for row, request in active.items() if request.finish_reason]:
             request = active.pop(row)
-            done[id(request)] = self._rollout(row, request)
-
-    def _rollout(self, row: int, request: Request) -> Rollout:
-        """Cut the request's trace out of the slots' record."""
-        total = len(request.prompt_ids) + len(request.completion_ids)
-        spec, s = self.spec, self.slots
-        events = num_events(request.forwarded, self.budget, self.buffer) if self.policy else 0
-        table = torch.full((spec.num_layers, spec.kv_heads, total), -1, dtype=s.events.dtype)
-        if events:
-            table[s.managed] = s.events[:, row, :, :total].cpu()
-        at = s.capacity + self.buffer * torch.arange(events, dtype=torch.int32)
-        scheduled = (self.budget, self.buffer) if self.policy else (0, 0)
-        support = None
-        if self.sampling.truncates:
-            sizes = torch.tensor([0, *(len(x) for x in request.support)], dtype=torch.int32)
-            support = Support(torch.cat(request.support), sizes.cumsum(0, dtype=torch.int32))
-        assert request.finish_reason is not None
-        return Rollout(
-            prompt_ids=request.prompt_ids,
-            completion_ids=request.completion_ids,
-            logprobs=torch.tensor(request.logprobs, dtype=torch.float32),
-            loss_mask=torch.tensor(request.sampled, dtype=torch.bool),
-            trace=KVTrace(table, at, *scheduled, windows=torch.tensor([w or 0 for w in spec.windows])),
-            finish_reason=request.finish_reason,
-            temperature=self.sampling.temperature or 1.0,
-            support=support,
-            prompt_index=request.prompt_index,
-            sample_index=request.sample_index,
-            routing=torch.stack(request.routing, dim=1) if request.routing else None,
-        )
-
-    def _token_ids(self, what: str, ids: Any) -> list[int]:
-        """ids as plain integers of the vocabulary; KvrlError for text and for anything else."""
-        vocab = text_config(self.model).vocab_size
-        try:
-            out = [operator.index(i) for i in (ids.tolist() if hasattr(ids, "tolist") else ids)]
-        except TypeError:
-            raise KvrlError(
-                f"{what}: {str(ids)[:40]!r} is not a list of token ids; encode text by a tokenizer"
-            ) from None
-        if wrong := [i for i in out if not 0 <= i < vocab]:
-            raise KvrlError(f"{what}: id {wrong[0]} is not in the vocabulary of {vocab}; use the model's own tokenizer")
-        return out
-
-    def _check(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Refuse prompts that do not fit, before any is prefilled."""
-        for i, prompt in enumerate(prompts):
-            if not len(prompt):
-                raise KvrlError(f"prompts[{i}]: is empty; a completion needs at least one token before it")
-            if len(prompt) > self.max_prompt_length:
-                raise KvrlError(f"prompts[{i}]: {len(prompt)} tokens are over the engine's {self.max_prompt_length}")
-            if self.policy is not None:
-                try:
-                    check_budget(self.cache, self.policy, len(prompt))
-                except KvrlError as error:
-                    raise KvrlError(f"prompts[{i}]: {error}") from None
+            done[id(request)] = make_rollout(self.slots, row, request, self.sampling)
 
     @contextlib.contextmanager
     def _sampling_mode(self) -> Iterator[RoutingRecorder | None]:

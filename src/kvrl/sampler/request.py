@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvrl.beacons.plan import Beacons
 from kvrl.sampler.types import FinishReason
 
 Continue = Callable[["Request"], Sequence[int] | None]
@@ -48,6 +49,39 @@ class Request:
     routing: list[Tensor] = field(default_factory=list)
     forwarded: int = 0
     finish_reason: FinishReason | None = None
+    beacons: Beacons | None = None
+    fed_beacons: int = 0
+    """Beacons that were forwarded."""
+    held: int = 0
+    """KV entries under beacons: of the prompt, of beacons, of the open window."""
+    most_held: int = 0
+    seen: int = 0
+    """KV entries that the decode steps attended to, summed up over `steps` of them."""
+    steps: int = 0
+
+    @property
+    def raw(self) -> int:
+        """Tokens of the completion that were forwarded."""
+        return self.forwarded - len(self.prompt_ids) - self.fed_beacons
+
+    @property
+    def beacon_is_due(self) -> bool:
+        """Whether a window has closed whose beacon was not fed yet: it goes before the token sampled last."""
+        return self.beacons is not None and self.raw // self.beacons.every > self.fed_beacons
+
+    def next_fed(self) -> tuple[int, int]:
+        """Token id and position of what the next decode step forwards."""
+        if self.beacons is None:
+            return self.completion_ids[-1], self.forwarded
+        due, shared = self.beacon_is_due, self.beacons.positions == "shared"
+        position = self.forwarded - (self.fed_beacons + due if shared else 0)
+        return self.beacons.token_id if due else self.completion_ids[-1], position
+
+    def count(self, entries: int) -> None:
+        """Note a decode step that attended to so many entries."""
+        self.seen += entries
+        self.steps += 1
+        self.most_held = max(self.most_held, entries)
 
 
 @dataclass

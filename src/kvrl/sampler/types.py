@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import Tensor
 
+from kvrl.beacons.plan import Beacons, Fed
 from kvrl.cache.trace import KVTrace
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -29,7 +32,8 @@ class Support:
 class Rollout:
     """One sampled sequence with everything that the learner needs to be on-policy with it.
 
-    C is the completion's length; the trace covers prompt and completion.
+    C is the completion's length. Token ids are raw: what the policy sampled. With `beacons` more was fed to the model
+    (`fed`), and the trace covers all that was fed; without, it covers prompt and completion.
     """
 
     prompt_ids: list[int]
@@ -42,8 +46,9 @@ class Rollout:
     support: Support | None = None
     prompt_index: int = 0
     sample_index: int = 0
-    routing: Tensor | None = None  # int16 [moe_layers, tokens - 1, top_k], the experts that the sampler chose
+    routing: Tensor | None = None  # int16 [moe_layers, fed tokens - 1, top_k], the experts that the sampler chose
     stats: dict[str, float] = field(default_factory=dict)
+    beacons: Beacons | None = None
 
     @property
     def token_ids(self) -> list[int]:
@@ -52,3 +57,20 @@ class Rollout:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.completion_ids)
+
+    @functools.cached_property
+    def fed(self) -> Fed:
+        """What the sampler fed to the model: the raw tokens, and between them the beacons, if there were any."""
+        if self.beacons is None:
+            return Fed.raw(self.prompt_ids, self.completion_ids)
+        return self.beacons.fed(self.prompt_ids, self.completion_ids)
+
+    @functools.cached_property
+    def keeps_to_beacons(self) -> bool:
+        """Whether the trace is that of the beacons: decisions that nobody scored can be checked."""
+        if self.beacons is None:
+            return True
+        events = self.trace.events
+        layers, heads, _ = events.shape
+        own = self.beacons.trace(layers, heads, len(self.prompt_ids), len(self.completion_ids))
+        return torch.equal(events, own.events) and torch.equal(self.trace.evicted_at_event, own.evicted_at_event)

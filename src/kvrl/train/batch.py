@@ -78,7 +78,7 @@ def micro_batches(rollouts: Sequence[Rollout], units: Sequence[Sequence[int]], m
     units: indices that stay together.
     """
     part: list[int] = []
-    longest = [max(rollouts[i].num_tokens for i in unit) for unit in units]
+    longest = [max(rollouts[i].trace.num_tokens for i in unit) for unit in units]  # all that is fed, beacons too
     for u in sorted(range(len(units)), key=lambda u: longest[u]):
         if part and (len(part) + len(units[u])) * longest[u] > max_tokens:
             yield part

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from kvrl.beacons.model import save_beacon
 from kvrl.errors import KvrlError
 from kvrl.train.config import Config
 from kvrl.train.distiller import Distiller
@@ -47,8 +48,9 @@ def save_checkpoint(
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
-    """An ordinary `save_pretrained` folder (adapters alone under LoRA)."""
+    """An ordinary `save_pretrained` folder (adapters alone under LoRA, with a note of the beacon if there is one)."""
     model.save_pretrained(folder)  # type: ignore[operator]
+    save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import ByteSize, Field, model_validator
 
+from kvrl.beacons.config import params_of
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
@@ -28,10 +29,11 @@ from kvrl.train.algorithms.settings import (
     PpoSettings,
     RlooSettings,
 )
+from kvrl.train.beacons import BeaconSettings, BreadcrumbsSettings, check_beacons
 from kvrl.train.section import NonNegative, Positive, Section
 from kvrl.views import View
 
-Method = Literal["dense", "naive", "corrected", "sparse_rl", "shadow_mask"]
+Method = Literal["dense", "naive", "corrected", "sparse_rl", "shadow_mask", "breadcrumbs"]
 AlgorithmName = Literal["grpo", "rloo", "ppo", "online_dpo"]
 DType = Literal["float32", "bfloat16"]
 Budget = Annotated[int, Field(ge=1)] | Literal["full"]
@@ -215,6 +217,7 @@ class Config(Section):
     model: ModelSettings = ModelSettings()
     lora: LoraSettings | None = None
     cache: CacheConfig = CacheConfig()
+    beacons: BeaconSettings = BeaconSettings()
     grpo: GrpoSettings = GrpoSettings()
     rloo: RlooSettings = RlooSettings()
     ppo: PpoSettings = PpoSettings()
@@ -222,6 +225,7 @@ class Config(Section):
     correction: CorrectionConfig = CorrectionConfig()
     sparse_rl: SparseRLConfig = SparseRLConfig()
     distill: DistillSettings = DistillSettings()
+    breadcrumbs: BreadcrumbsSettings = BreadcrumbsSettings()
     sampling: SamplingConfig = SamplingConfig()
     rollout: RolloutSettings = RolloutSettings()
     replay: ReplaySettings = ReplaySettings()
@@ -244,9 +248,15 @@ class Config(Section):
         return self.settings.num_iterations * self.settings.num_minibatches
 
     @property
-    def distills(self) -> bool:
-        """Whether the views are distilled into each other."""
-        return self.method == "shadow_mask" and self.distill.weight > 0
+    def distillation(self) -> DistillSettings | None:
+        """The distillation between the views, if there is one: of `distill`, or the beacon policy's."""
+        if self.method == "breadcrumbs":
+            own = self.breadcrumbs
+            return DistillSettings(
+                weight=own.weight, teacher="dense", teacher_weights=own.teacher, average_decay=own.average_decay,
+                kl=own.kl, top_k=own.top_k, warmup_steps=own.warmup_steps,
+            )  # fmt: skip
+        return self.distill if self.method == "shadow_mask" and self.distill.weight > 0 else None
 
     @property
     def learner_view(self) -> View:
@@ -256,7 +266,7 @@ class Config(Section):
     @property
     def sampler_view(self) -> View:
         """The view that the sampler's own log-probs are in."""
-        return "dense" if self.method == "dense" else "sparse"
+        return "dense" if self.rollout_cache.is_dense else "sparse"
 
     @property
     def sampler_is_exact(self) -> bool:
@@ -265,8 +275,13 @@ class Config(Section):
 
     @property
     def rollout_cache(self) -> CacheConfig:
-        """The rollouts' cache: under method dense the full one, `cache` being kept for the evaluation."""
-        return self.cache.as_dense() if self.method == "dense" else self.cache
+        """The rollouts' cache: under dense and breadcrumbs the full one, `cache` being what is evaluated or taught."""
+        return self.cache.as_dense() if self.method in ("dense", "breadcrumbs") else self.cache
+
+    @property
+    def replayed_cache(self) -> CacheConfig:
+        """The cache whose trace the view `sparse` replays: the rollouts', or the one that breadcrumbs teaches."""
+        return self.cache if self.method == "breadcrumbs" else self.rollout_cache
 
     @property
     def slots(self) -> int:
@@ -282,9 +297,13 @@ class Config(Section):
         return self.parity.mean_tolerance or mean, self.parity.p99_tolerance or p99
 
     @property
-    def eval_budgets(self) -> list[int | Literal["full"]]:
-        """Cache budgets of the evaluation, `full` for the whole cache."""
-        return self.eval.budgets or (["full"] if self.cache.is_dense else [self.cache.budget, "full"])
+    def eval_budgets(self) -> list[int | str]:
+        """Cache budgets of the evaluation, `full` for the whole cache, `c=4` for beacons of every 4 tokens."""
+        if self.eval.budgets is not None:
+            return list(self.eval.budgets)
+        if self.cache.is_beacon:
+            return [*(f"c={c}" for c in params_of(self.cache).rates or ()), "full"]
+        return ["full"] if self.cache.is_dense else [self.cache.budget, "full"]
 
     @model_validator(mode="after")
     def _group_size_has_one_place(self) -> Config:
@@ -331,7 +350,7 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _distillation_fits_the_algorithm(self) -> Config:
-        if self.distills and self.distill.positive_only and self.algorithm == "online_dpo":
+        if self.distillation and self.distillation.positive_only and self.algorithm == "online_dpo":
             raise KvrlError("distill.positive_only: online_dpo compares pairs and has no advantages; set it to false")
         return self
 
@@ -339,8 +358,13 @@ class Config(Section):
     def _policy_fits_its_budgets(self) -> Config:
         make_policy(self.cache)  # raises where parameters are wrong or the budget is too small
         for budget in self.eval_budgets:
-            if budget == "full":
+            if isinstance(budget, str):
                 continue
+            if self.cache.is_beacon:
+                raise KvrlError(
+                    f"eval.budgets: {budget} has no meaning under cache.policy beacon, whose dial is "
+                    "cache.params.every; set eval.budgets to [full], or leave it out for each window and full"
+                )
             if self.cache.is_dense:
                 raise KvrlError(
                     f"eval.budgets: {budget} has no meaning under cache.policy dense, which keeps every entry; "
@@ -350,6 +374,11 @@ class Config(Section):
                 make_policy(self.cache.model_copy(update={"budget": budget}))
             except KvrlError as error:
                 raise KvrlError(f"eval.budgets: {budget} is refused: {error}") from None
+        return self
+
+    @model_validator(mode="after")
+    def _beacons_fit(self) -> Config:
+        check_beacons(self)
         return self
 
     @model_validator(mode="after")

@@ -34,10 +34,10 @@ def parity(scorer: Scorer, rollouts: Sequence[Rollout]) -> dict[str, float]:
             "parity/max": diff.max().item(),
         }
         if recorder is not None:
-            length = max(r.num_tokens for r in rollouts)
+            length = max(r.trace.num_tokens for r in rollouts)  # all that was fed
             learner = torch.stack([x.view(len(rollouts), length, -1) for x in recorder.newest], dim=1).cpu()
             shares = [
-                flipped(r.routing, learner[i, :, : r.num_tokens - 1].to(torch.int16))
+                flipped(r.routing, learner[i, :, : r.trace.num_tokens - 1].to(torch.int16))
                 for i, r in enumerate(rollouts)
                 if r.routing is not None
             ]

@@ -8,11 +8,12 @@ from typing import Any
 from torch import nn
 
 from kvrl.attention.probe import ModelSpec, causal_lm, prepare, probe, text_config
+from kvrl.beacons.config import params_of
 from kvrl.cache.config import CacheConfig
-from kvrl.cache.memory import slots_within
 from kvrl.cache.trace import num_events
 from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import held_out
+from kvrl.footprint import Footprint
 from kvrl.tasks import Task
 from kvrl.train.config import Config
 from kvrl.train.data import PromptLimits, PromptStream
@@ -27,12 +28,9 @@ def preflight(config: Config, model: nn.Module, tokenizer: Any, task: Task, say:
     )  # fmt: skip
     longest = max(len(row.ids) for row in prompts.take(config.train.prompts_per_step))
     if config.eval.n:
-        caches = [config.cache.as_dense() if budget == "full" else config.cache.model_copy(update={"budget": budget})
-                  for budget in config.eval_budgets]  # fmt: skip
-        _, prompts_out = held_out(
-            tokenizer, task, PromptLimits.of(config.rollout, *caches), config.eval.n, config.eval.seed
-        )
-        check_memory(config, model, spec, caches, max(map(len, prompts_out)))
+        caches = [config.cache.at_budget(budget) for budget in config.eval_budgets]
+        _, held = held_out(tokenizer, task, PromptLimits.of(config.rollout, *caches), config.eval.n, config.eval.seed)
+        check_memory(config, model, spec, caches, max(map(len, held)))
     check_memory(config, model, spec, [config.rollout_cache], longest)
     for warning in warnings_of(config, model, longest):
         say(f"warning: {warning}")
@@ -40,12 +38,10 @@ def preflight(config: Config, model: nn.Module, tokenizer: Any, task: Task, say:
 
 def check_memory(config: Config, model: nn.Module, spec: ModelSpec, caches: Sequence[CacheConfig], prompt: int) -> None:
     """Raise KvrlError where `rollout.kv_memory` does not hold one sequence after a prompt of that many tokens."""
-    if config.rollout.kv_memory is None:
-        return
     tokens = (config.rollout.max_prompt_length or prompt) + config.sampling.max_completion_length
-    dtype = next(model.parameters()).dtype
+    run = Footprint(config, model, spec, tokens)
     for cache in caches:
-        slots_within(spec, cache, config.rollout.kv_memory, max_tokens=tokens, dtype=dtype)
+        run.slots(cache)
 
 
 def check_model(config: Config, model: nn.Module) -> ModelSpec:
@@ -62,12 +58,24 @@ def check_model(config: Config, model: nn.Module) -> ModelSpec:
             causal_lm(model).set_attn_implementation(before)
 
 
+def unclosed(cache: CacheConfig, new: int) -> list[str]:
+    """Windows so long that no completion of `new` tokens ever feeds their beacon."""
+    return [
+        f"cache.params.every: a window of {c} tokens never closes before the last of sampling.max_completion_length "
+        f"({new}) tokens, so nothing will be evicted; lower it to at most {new - 2}"
+        for c in params_of(cache).rates or ()
+        if c > new - 2
+    ]
+
+
 def warnings_of(config: Config, model: nn.Module, prompt: int) -> list[str]:
     """What runs, but not as it was meant, with a longest prompt of that many tokens."""
     new, cache = config.sampling.max_completion_length, config.rollout_cache
     length = max(prompt, config.rollout.max_prompt_length or 0) + new
     out = []
-    if not cache.is_dense and num_events(length - 1, cache.budget, cache.buffer) == 0:
+    if cache.is_beacon:
+        out += unclosed(cache, new)
+    elif not cache.is_dense and num_events(length - 1, cache.budget, cache.buffer) == 0:
         out.append(
             f"cache.budget + cache.buffer: {cache.budget} + {cache.buffer} entries hold the longest sequence "
             f"({length - new} prompt tokens + sampling.max_completion_length {new}), so nothing will be evicted; "

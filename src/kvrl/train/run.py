@@ -81,11 +81,12 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     if config.warm_start is not None and resumed is None:
         supervise(config, model, tokenizer, task, say)
     reference = distiller = critic = None
-    taught_by_start = config.distills and config.distill.teacher_weights == "start"
+    distillation = config.distillation
+    taught_by_start = distillation is not None and distillation.teacher_weights == "start"
     if config.settings.beta > 0 or taught_by_start:
         reference = starting_model(config, model, output_dir, resumed is not None)
-    if config.distills:
-        distiller = Distiller(config.distill, model, reference)
+    if distillation is not None:
+        distiller = Distiller(distillation, model, reference)
     if config.algorithm == "ppo":
         critic = Critic(model, own_model=config.ppo.critic == "model")
     scorer = Scorer(

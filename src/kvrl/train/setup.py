@@ -13,6 +13,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kvrl.beacons.config import beacons_for, beacons_of, params_of
+from kvrl.beacons.model import add_beacon, restore_beacon
 from kvrl.errors import KvrlError
 from kvrl.models.fetch import resolve_model
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
@@ -34,6 +36,8 @@ def load_policy(config: Config, task: Task, folder: Path | None) -> tuple[nn.Mod
             parameter.data = parameter.data.to(DTYPES[config.model.dtype])
     else:
         model, tokenizer = load_model(start, config.model.dtype, merge=True)
+    if config.cache.is_beacon:
+        give_beacon(model, tokenizer, config)
     if config.lora is not None:
         model = add_lora(model, config, folder)
     if config.model.gradient_checkpointing:
@@ -41,6 +45,19 @@ def load_policy(config: Config, task: Task, folder: Path | None) -> tuple[nn.Mod
         if config.lora is not None:  # frozen embeddings have no gradient to start the recomputation from
             model.enable_input_require_grads()  # type: ignore[operator]
     return model, tokenizer
+
+
+def give_beacon(model: nn.Module, tokenizer: Any, config: Config) -> None:
+    """Add the beacon that a configuration asks for, or check that the model's own is it."""
+    if beacons_of(model) is not None:
+        beacons_for(config.cache, model)
+        return
+    params = params_of(config.cache)
+    assert params.rates is not None  # the configuration names them
+    add_beacon(
+        model, tokenizer, every=params.rates, positions=params.positions or "sequence", token=config.beacons.token,
+        start=config.beacons.start,
+    )  # fmt: skip
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -76,6 +93,7 @@ def load_model(path: str, dtype: str, *, merge: bool = False, field: str = "mode
         from peft import PeftModel
 
         base = AutoModelForCausalLM.from_pretrained(base_of_adapters(folder), dtype=DTYPES[dtype])
+        restore_beacon(Path(folder), base)
         model = PeftModel.from_pretrained(base, folder)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         if isinstance(error, KvrlError):
@@ -161,6 +179,7 @@ def add_lora(model: nn.Module, config: Config, folder: Path | None) -> nn.Module
         if not any(name == wanted or name.endswith(f".{wanted}") for name in modules):
             known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in modules} - {""} - set(map(str, range(999)))))
             raise KvrlError(f"lora.modules_to_save: {wanted} is no module of the model; choose among {known}")
+    beacons = beacons_of(model)
     lora = LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora.r,
@@ -168,6 +187,8 @@ def add_lora(model: nn.Module, config: Config, folder: Path | None) -> nn.Module
         target_modules=config.lora.target_modules,
         modules_to_save=config.lora.modules_to_save or None,
         lora_dropout=0.0,
+        # A beacon's embedding is new: no adapter of the layers could teach it
+        trainable_token_indices=None if beacons is None else [beacons.token_id],
     )
     try:
         with torch.random.fork_rng(devices=[]):

@@ -14,9 +14,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from kvrl.beacons.config import beacons_for
+from kvrl.beacons.insert import insert_drawn
 from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import Evaluation, evaluate
-from kvrl.learner import Scorer, sampler_logprobs
+from kvrl.learner import Scorer, now, sampler_logprobs
 from kvrl.objectives.corrections import CorrectionConfig
 from kvrl.objectives.losses import mean_metrics, merge_metrics
 from kvrl.objectives.sparse_rl import SparseRLConfig
@@ -41,7 +43,10 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     rollout_seconds = time.perf_counter() - start
     metrics |= guard(run, batch, step)
     metrics |= update(run, batch, step)
-    return metrics | {"seconds": time.perf_counter() - start, "rollout_seconds": rollout_seconds}
+    seconds = time.perf_counter() - start
+    if (taught := metrics.get("breadcrumbs/seconds")) is not None:  # against what the step takes without it
+        metrics["breadcrumbs/overhead"] = taught / (seconds - taught)
+    return metrics | {"seconds": seconds, "rollout_seconds": rollout_seconds}
 
 
 def guard(run: Run, batch: Batch, step: int) -> dict[str, float]:
@@ -60,7 +65,12 @@ def guard(run: Run, batch: Batch, step: int) -> dict[str, float]:
 def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
     """The optimiser steps on one batch. Every log-prob here is in the method's learner view."""
     config, algorithm, distiller = run.config, run.algorithm, run.distiller
-    rollouts, settings = batch.rollouts, config.settings
+    rollouts, settings, view = batch.rollouts, config.settings, config.learner_view
+    breadcrumbs, rl, taught_seconds = config.method == "breadcrumbs", True, 0.0
+    if breadcrumbs:  # the view `dense` is without the beacons, `sparse` is the policy that the distillation teaches
+        rollouts = insert_drawn(rollouts, beacons_for(config.cache, run.model), config.seed, step)
+        rl = config.breadcrumbs.rl
+        view = "dense" if rl else "sparse"  # alone the student needs the gradient, the teacher none
     views = fixed_views(run, batch)
     fixed = algorithm.prepare(batch, views, step)
     taught = None if distiller is None else distiller.mask(fixed.mask, fixed.advantages)  # [N, C]
@@ -77,17 +87,23 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
             micros = micro_batches(rollouts, algorithm.units(fixed, mini), config.train.micro_batch_tokens)
             for micro in micros:
                 scored = run.scorer(
-                    [rollouts[i] for i in micro], view=config.learner_view,
+                    [rollouts[i] for i in micro], view=view,
                     distill=None if distiller is None else distiller.distillation,
                 )  # fmt: skip
                 cut = Cut(micro, scored.logps)
-                loss, part = algorithm.loss(scored, fixed, cut, normaliser)
+                loss, part = algorithm.loss(scored, fixed, cut, normaliser) if rl else (torch.zeros(()), {})
                 if distiller is not None:
                     assert taught is not None
                     term, more = distiller.term(scored, cut(taught), int(taught[mini].sum()))
-                    if config.distill.grad_ratio is not None:
+                    if distiller.settings.grad_ratio is not None:
                         distiller.gather(loss, term)
-                    loss, part = loss + distiller.weight_at(step) * term, part | more
+                    term, part = distiller.weight_at(step) * term, part | more
+                    if breadcrumbs and rl:  # the two share no graph: what the beacons cost can be told
+                        start = now(term.device)
+                        run.accelerator.backward(term)
+                        taught_seconds += scored.distill_seconds + now(term.device) - start
+                        term = term.detach()
+                    loss = loss + term
                 run.accelerator.backward(loss)
                 losses.append(loss.detach())
                 parts.append(part)
@@ -112,6 +128,8 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
         }
     if distiller is not None:
         metrics["distill/weight"] = distiller.weight_at(step)
+    if breadcrumbs and rl:
+        metrics["breadcrumbs/seconds"] = taught_seconds
     return metrics | {"learning_rate": run.scheduler.get_last_lr()[0], "updates_skipped": float(run.skipped)}
 
 
@@ -218,6 +236,8 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float
             "kv_bytes": stats["kv_bytes"],
             "scratch_bytes": stats["scratch_bytes"],
             "kv_bytes_share": stats["kv_bytes"] / stats["dense_kv_bytes"],
+            "held_entries": stats["held_entries"],
+            "held_entries_max": stats["held_entries_max"],
             "trace_bytes": float(sum(r.trace.nbytes for r in rollouts)),
         },
     )

@@ -6,6 +6,7 @@ import difflib
 
 from pydantic import ValidationError
 
+from kvrl.beacons.config import BeaconParams, params_of
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies.base import Entries, Observation, Policy
 from kvrl.cache.policies.h2o import H2O
@@ -27,16 +28,20 @@ POLICIES: dict[str, type[Policy]] = {
 
 
 def make_policy(cache: CacheConfig) -> Policy | None:
-    """The policy of a cache section, None for `dense`.
+    """The policy of a cache section, None for `dense` and for `beacon`, which score nothing.
 
     Raises KvrlError for an unknown policy or parameter, and for a budget below what always stays.
     """
     if cache.is_dense:
         return None
+    if cache.is_beacon:
+        params_of(cache)
+        return None
     if cache.policy not in POLICIES:
-        near = difflib.get_close_matches(cache.policy, [*POLICIES, "dense"], n=1)
+        names = [*POLICIES, "beacon", "dense"]
+        near = difflib.get_close_matches(cache.policy, names, n=1)
         hint = f"; did you mean '{near[0]}'?" if near else ""
-        raise KvrlError(f"cache.policy: '{cache.policy}' is not one of {', '.join([*POLICIES, 'dense'])}{hint}")
+        raise KvrlError(f"cache.policy: '{cache.policy}' is not one of {', '.join(names)}{hint}")
     cls = POLICIES[cache.policy]
     common = {name: getattr(cache, name) for name in ("window", "sinks", "granularity")}
     given = {name: value for name, value in common.items() if value is not None}
@@ -90,5 +95,8 @@ def describe() -> str:
             default = "half the budget" if field in computed else info.default
             where = "cache." if field in ("window", "sinks", "granularity") else "cache.params."
             lines.append(f"      {where}{field}: {default}  {info.description}")
+    lines.append("beacon  (Breadcrumbs, arXiv 2510.13797)\n    Learned: a beacon's entry takes its window's place.")
+    for field, info in BeaconParams.model_fields.items():
+        lines.append(f"      cache.params.{field}: {info.default}  {info.description}")
     lines.append("dense\n    The full cache: nothing is evicted.")
     return "\n".join(lines)

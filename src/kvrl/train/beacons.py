@@ -1,0 +1,90 @@
+"""Beacons in a run's configuration: their sections, and what does not go together with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, Field
+
+from kvrl.beacons.config import check_limit, params_of
+from kvrl.errors import KvrlError
+from kvrl.objectives.distill import KLKind
+from kvrl.train.section import NonNegative, Section
+
+if TYPE_CHECKING:
+    from kvrl.train.config import Config
+
+
+class BeaconSettings(Section):
+    """The beacon that a model without one is given under `cache.policy: beacon`; it is saved with the model."""
+
+    token: str | None = None
+    """A reserved token of the tokenizer that becomes the beacon. None: a new token, with a new row of the embedding."""
+    start: str = "mean"
+    """Where its embedding starts: `mean` of all others, or a token whose embedding it takes."""
+
+
+class BreadcrumbsSettings(Section):
+    """Method `breadcrumbs`: the step's rollouts, sampled with the full cache, teach the beacon policy too."""
+
+    rl: bool = True
+    """The uncompressed policy learns from the rewards in the same steps (joint). false: distillation alone, for a model
+    whose reinforcement learning is over (sequential)."""
+    weight: NonNegative = 1.0
+    """Weight of the distillation, a mean KL over response tokens."""
+    kl: KLKind = "forward"
+    """`forward` is KL(teacher || student), `reverse` KL(student || teacher), `js` Jensen-Shannon; the beacon policy is
+    the student."""
+    teacher: Literal["live", "start", "average"] = "live"
+    """Whose weights teach, without beacons: the policy's as they are, the starting model's (under LoRA the base without
+    adapters, or with those of the warm start), or a moving average of the policy's."""
+    average_decay: float = Field(0.99, ge=0, lt=1)
+    """Decay of the average after each optimiser step."""
+    top_k: int | None = Field(None, ge=1)
+    """Ids of the teacher's distribution that are told apart, the rest being one event; None: all."""
+    warmup_steps: int = Field(0, ge=0)
+    """Rollout batches over which the weight rises from 0."""
+
+
+def changed(section: BaseModel) -> list[str]:
+    """The fields that differ from their defaults: a configuration written out in full must be readable again."""
+    return sorted(name for name, info in type(section).model_fields.items() if getattr(section, name) != info.default)
+
+
+def check_beacons(config: Config) -> None:
+    """Raise KvrlError for beacons that the rest of a configuration does not allow."""
+    cache, own = config.cache, config.breadcrumbs
+    if config.method != "breadcrumbs":
+        if given := changed(own):
+            raise KvrlError(
+                f"breadcrumbs.{given[0]}: has no meaning under method {config.method}; set method to breadcrumbs, or "
+                f"leave breadcrumbs.{given[0]} out"
+            )
+    elif not cache.is_beacon:
+        raise KvrlError(
+            f"cache.policy: {cache.policy} has no beacons, which method breadcrumbs teaches; set cache.policy to beacon"
+        )
+    elif not own.weight:
+        raise KvrlError(
+            "breadcrumbs.weight: 0 teaches no beacon; raise it above 0, or set method to dense for the uncompressed "
+            "policy alone"
+        )
+    if not cache.is_beacon:
+        if given := changed(config.beacons):
+            raise KvrlError(
+                f"beacons.{given[0]}: cache.policy {cache.policy} has no beacons; set cache.policy to beacon, or leave "
+                f"beacons.{given[0]} out"
+            )
+        return
+    rates = params_of(cache).rates
+    if given := [name for name in changed(cache) if name in ("budget", "buffer", "protect_prompt")]:
+        raise KvrlError(
+            f"cache.{given[0]}: has no meaning under cache.policy beacon, whose dial is cache.params.every; leave "
+            f"cache.{given[0]} out"
+        )
+    if rates is None:
+        raise KvrlError(
+            "cache.params.every: is missing; give the raw tokens that a beacon stands for, such as 4, or [2, 4, 8] to "
+            "draw one for each completion"
+        )
+    check_limit(rates, config.sampling.max_completion_length)

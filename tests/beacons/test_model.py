@@ -1,0 +1,190 @@
+"""A beacon in a model and its tokenizer: where it starts, that it is saved, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import helpers
+import kvrl
+from kvrl.beacons.config import BeaconSet, beacons_for, beacons_of, params_of
+from kvrl.beacons.model import NAME, restore_beacon, save_beacon
+from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
+from kvrl.models.tiny_families import build_family
+from kvrl.train.setup import load_model
+
+WORDS = ["zero", "one", "two", "reserved"]  # ids 4 to 7, after pad, bos, eos, unk
+
+
+def pair():
+    tokenizer = build_tiny_tokenizer(WORDS)
+    return build_tiny_model(tokenizer, seed=0), tokenizer
+
+
+def test_a_new_row_starts_at_the_mean():
+    lm, tokenizer = pair()
+    before, head = lm.get_input_embeddings().weight.detach().clone(), lm.lm_head.weight.detach().clone()
+    state = torch.get_rng_state()
+    found = kvrl.add_beacon(lm, tokenizer, every=[4, 2])
+    assert found == BeaconSet(8, (2, 4), "sequence") == beacons_of(lm)
+    assert torch.equal(torch.get_rng_state(), state)
+    weight = lm.get_input_embeddings().weight
+    assert weight.shape == (9, 128) == lm.lm_head.weight.shape and lm.config.vocab_size == 9
+    assert torch.equal(weight[:8], before) and torch.equal(lm.lm_head.weight[:8], head)
+    assert torch.allclose(weight[8], before.mean(0), atol=1e-7)
+    assert tokenizer.convert_ids_to_tokens(8) == NAME and len(tokenizer) == 9
+    assert tokenizer("one two", add_special_tokens=False)["input_ids"] == [5, 6]
+
+
+def test_a_reserved_token_and_a_named_start():
+    lm, tokenizer = pair()
+    before = lm.get_input_embeddings().weight.detach().clone()
+    found = kvrl.add_beacon(lm, tokenizer, every=4, positions="shared", token="reserved", start="one")
+    assert found == BeaconSet(7, (4,), "shared") and len(tokenizer) == 8
+    weight = lm.get_input_embeddings().weight
+    assert torch.equal(weight[7], before[5]) and torch.equal(weight[:7], before[:7])
+
+
+def test_the_mean_leaves_out_the_token_itself_and_rows_without_a_token():
+    """Models have more rows than their tokenizer has tokens; a free row takes the beacon."""
+    tokenizer = build_tiny_tokenizer(WORDS)
+    lm = build_family("llama", vocab_size=12)
+    before = lm.get_input_embeddings().weight.detach().clone()
+    assert kvrl.add_beacon(lm, tokenizer, every=2).token_id == 8
+    assert lm.config.vocab_size == 12
+    assert torch.allclose(lm.get_input_embeddings().weight[8], before[:8].mean(0), atol=1e-6)
+    other = build_family("llama", vocab_size=12)
+    kvrl.add_beacon(other, build_tiny_tokenizer(WORDS), every=2, token="two")
+    rows = [i for i in range(8) if i != 6]
+    assert torch.allclose(other.get_input_embeddings().weight[6], before[rows].mean(0), atol=1e-6)
+
+
+def test_tied_embeddings():
+    tokenizer = build_tiny_tokenizer(WORDS)
+    lm = build_family("llama", vocab_size=8, tie_word_embeddings=True)
+    kvrl.add_beacon(lm, tokenizer, every=2)
+    assert lm.lm_head.weight is lm.get_input_embeddings().weight and lm.lm_head.weight.shape[0] == 9
+
+
+@pytest.mark.parametrize("positions", ["sequence", "shared"])
+def test_a_folder_decodes_with_its_beacons_by_itself(tmp_path, positions):
+    lm, tokenizer = pair()
+    kvrl.add_beacon(lm, tokenizer, every=[2, 3], positions=positions)
+    lm.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    again, words = load_model(str(tmp_path), "float32")
+    assert beacons_of(again) == BeaconSet(8, (2, 3), positions) and words.convert_tokens_to_ids(NAME) == 8
+    given = {"cache": kvrl.CacheConfig(policy="beacon"), "sampling": helpers.sampling(12)}
+    for a, b in zip(kvrl.rollout(lm, [[1, 5]] * 3, **given), kvrl.rollout(again, [[1, 5]] * 3, **given), strict=True):
+        assert a.token_ids == b.token_ids and helpers.gap(a.logprobs, b.logprobs) < 1e-5  # loaded weights lie elsewhere
+        assert a.beacons == b.beacons and a.beacons.positions == positions and a.trace.num_events > 2
+
+
+def test_a_beacon_among_adapters(tmp_path):
+    """LoRA's folder has no config of the model: the beacon is kept beside it, and its row of the embedding in it."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+
+    lm, tokenizer = pair()
+    lm.save_pretrained(tmp_path / "base")
+    kvrl.add_beacon(lm, tokenizer, every=3)
+    wrapped = get_peft_model(lm, LoraConfig(target_modules="all-linear", trainable_token_indices=[8]))
+    with torch.no_grad():
+        for name, p in wrapped.named_parameters():
+            if p.requires_grad:
+                p.add_(torch.linspace(-0.1, 0.1, p.numel()).view_as(p))
+                assert "lora" in name or p.shape == (1, 128)
+    wrapped.save_pretrained(tmp_path / "adapters")
+    save_beacon(tmp_path / "adapters", wrapped)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    restore_beacon(tmp_path / "adapters", base)
+    again = PeftModel.from_pretrained(base, tmp_path / "adapters")
+    assert beacons_of(again) == BeaconSet(8, (3,), "sequence")
+    given = {"cache": kvrl.CacheConfig(policy="beacon"), "sampling": helpers.sampling(12)}
+    (a,), (b,) = (kvrl.rollout(x, [[1, 5]], **given) for x in (wrapped, again))
+    assert a.token_ids == b.token_ids and helpers.gap(a.logprobs, b.logprobs) < 1e-5
+    assert helpers.gap(helpers.replay(again, [b], backend="mask")[0], b.logprobs) < 1e-5
+    merged = again.merge_and_unload()
+    assert beacons_of(merged) is not None
+    assert helpers.gap(helpers.replay(merged, [b], backend="mask")[0], b.logprobs) < 1e-4
+
+
+def test_what_cannot_be_a_beacon():
+    lm, tokenizer = pair()
+    for fields, message in (
+        ({"token": "three"}, "beacons.token: 'three' is no token of this tokenizer, which has 8"),
+        ({"token": "<eos>"}, "beacons.token: '<eos>' has a meaning already"),
+        ({"start": "three"}, "beacons.start: 'three' is no token of this tokenizer"),
+        ({"every": 0}, "every: 0 is below 1; a beacon stands for one raw token at least"),
+        ({"every": []}, "every: is empty"),
+        ({"every": [2, 2]}, "every: 2, 2 names a window twice"),
+    ):
+        with pytest.raises(kvrl.KvrlError, match=message):
+            kvrl.add_beacon(lm, tokenizer, **{"every": 2, **fields})
+    assert beacons_of(lm) is None and len(tokenizer) == 8
+    kvrl.add_beacon(lm, tokenizer, every=2)
+    with pytest.raises(kvrl.KvrlError, match="has a beacon already .*'token_id': 8"):
+        kvrl.add_beacon(lm, tokenizer, every=2)
+
+
+def test_a_tokenizer_without_room():
+    class Fixed:
+        unk_token_id = 3
+
+        def __len__(self):
+            return 8
+
+        def add_tokens(self, *args, **kwargs):
+            return 0
+
+        def convert_tokens_to_ids(self, token):
+            return 3
+
+    with pytest.raises(kvrl.KvrlError, match="beacons.token: this tokenizer takes no new token; name a reserved one"):
+        kvrl.add_beacon(pair()[0], Fixed(), every=2)
+
+
+def test_a_model_without_room():
+    lm, tokenizer = pair()
+    lm.set_input_embeddings(torch.nn.Sequential(lm.get_input_embeddings()))
+    with pytest.raises(kvrl.KvrlError, match="model: its embedding is a Sequential, which has no room for a beacon"):
+        kvrl.add_beacon(lm, tokenizer, every=2)
+
+
+@pytest.mark.parametrize("held, message", [
+    ({"token_id": 5}, "is not token_id, every and positions"),
+    ({"token_id": 5, "every": [2], "positions": "last"}, "is not token_id, every and positions"),
+    ({"token_id": 5, "every": [0], "positions": "sequence"}, "every: 0 is below 1"),
+    ({"token_id": 97, "every": [2], "positions": "sequence"}, "token 97 is not in the vocabulary of 97"),
+])  # fmt: skip
+def test_a_config_that_was_changed(held, message):
+    with pytest.raises(kvrl.KvrlError, match=message):
+        beacons_of(build_family("llama", kvrl_beacons=held))
+
+
+@pytest.mark.parametrize("params, message", [
+    ({"every": 0}, "cache.params.every: 0 is below 1"),
+    ({"every": "many"}, "cache.params.every: 'many' is refused; it should be a whole number or a list of them"),
+    ({"positions": "last"}, "cache.params.positions: 'last' is refused; it should be 'sequence' or 'shared'"),
+    ({"evry": 2}, "cache.params.evry: is no parameter of beacon; did you mean every"),
+])  # fmt: skip
+def test_parameters(params, message):
+    with pytest.raises(kvrl.KvrlError, match=message):
+        params_of(kvrl.CacheConfig(policy="beacon", params=params))
+
+
+def test_what_a_cache_may_ask_of_a_model():
+    lm = build_family("llama", kvrl_beacons={"token_id": 5, "every": [2, 4], "positions": "shared"})
+
+    def ask(**params):
+        return beacons_for(kvrl.CacheConfig(policy="beacon", params=params), lm)
+
+    assert ask() == BeaconSet(5, (2, 4), "shared")
+    assert ask(every=4, positions="shared") == BeaconSet(5, (4,), "shared")
+    with pytest.raises(kvrl.KvrlError, match="every: 8 is not one of the 2, 4 that the model was trained with"):
+        ask(every=[2, 8])
+    with pytest.raises(kvrl.KvrlError, match="positions: sequence is not the shared that the model was trained with"):
+        ask(positions="sequence")
+    for name, value in (("window", 4), ("sinks", 2), ("granularity", "shared")):
+        with pytest.raises(kvrl.KvrlError, match=f"cache.{name}: {value} has no meaning under policy beacon"):
+            params_of(kvrl.CacheConfig(policy="beacon", **{name: value}))

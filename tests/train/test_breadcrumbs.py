@@ -1,0 +1,104 @@
+"""`method: breadcrumbs`: reinforcement learning with the full cache, and the same rollouts teach the beacon policy."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from kvrl.beacons.config import beacons_for
+from kvrl.beacons.insert import insert_drawn
+from kvrl.distill import Distillation
+from kvrl.learner import Scorer, completion_mask
+from kvrl.train.run import build
+from kvrl.train.trainer import collect, train, train_step, update
+from runs import make_beacon_config as make
+from runs import metrics_of
+
+
+def breadcrumbs(folder, **changes):
+    return make(folder, **{"method": "breadcrumbs", **changes})
+
+
+def gradients_of(run, batch, monkeypatch) -> dict[str, torch.Tensor]:
+    """What one update's backward passes leave, before anything is clipped."""
+    found = {}
+
+    def keep(run, parameters, step):
+        found.update({n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None})
+        return torch.tensor(1.0)
+
+    monkeypatch.setattr("kvrl.train.trainer.clip_gradient", keep)
+    update(run, batch, 1)
+    return found
+
+
+@pytest.mark.parametrize("rl", [True, False])
+def test_the_loss_is_the_objectives_and_the_distillations(tmp_path, rl, monkeypatch):
+    """Gradient = that of method dense on the same batch (with rl) + weight * that of the mean KL."""
+    config = breadcrumbs(tmp_path, breadcrumbs={"weight": 0.7, "rl": rl}, train={"learning_rate": 1e-9})
+    run, _ = build(config, lambda text: None)
+    batch, _ = collect(run)
+    batch.rewards[:] = torch.linspace(0, 1, len(batch.rewards))
+    batch = type(batch).build(batch.rollouts, batch.rewards, config)
+    rollouts = insert_drawn(batch.rollouts, beacons_for(config.cache, run.model), config.seed, 1)
+    model = copy.deepcopy(run.model)
+    mask = completion_mask(rollouts)
+    scored = Scorer(model, backend="mask")(rollouts, view="dense", distill=Distillation("dense"))
+    (0.7 * scored.divergence[mask].mean()).backward()
+    expected = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    if rl:
+        plain, _ = build(make(tmp_path, method="dense", train={"learning_rate": 1e-9}), lambda text: None)
+        plain.model.load_state_dict(run.model.state_dict())
+        for name, gradient in gradients_of(plain, batch, monkeypatch).items():
+            expected[name] = expected[name] + gradient
+    found = gradients_of(run, batch, monkeypatch)
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert (gradient - expected[name]).abs().max() < 1e-5 * max(1, float(expected[name].abs().max())), name
+
+
+def test_a_run(tmp_path):
+    train(breadcrumbs(tmp_path, eval={"n": 3}))
+    steps = [m for m in metrics_of(tmp_path) if "reward" in m]
+    for m in steps:
+        assert m["evictions"] == 0 and m["parity/max"] < 1e-4 and m["distill/kl/mean"] > 0 and m["distill/weight"] == 1
+        rest = m["seconds"] - m["breadcrumbs/seconds"]
+        assert 0 < m["breadcrumbs/seconds"] < m["seconds"]
+        assert m["breadcrumbs/overhead"] == pytest.approx(m["breadcrumbs/seconds"] / rest, rel=0.05)
+    assert [m["budget"] for m in metrics_of(tmp_path) if "budget" in m] == ["c=2", "c=3", "full"] * 2
+
+
+def test_distillation_alone_teaches(tmp_path):
+    """Without rewards the KL of one fixed batch falls, and nothing of the objective is logged."""
+    config = breadcrumbs(tmp_path, breadcrumbs={"rl": False, "teacher": "start"}, train={"learning_rate": 3e-4})
+    run, _ = build(config, lambda text: None)
+    batch, _ = collect(run)
+    seen = [update(run, batch, 1) for _ in range(20)]
+    kl = [m["distill/kl/mean"] for m in seen]
+    assert kl[-1] < 0.7 * kl[0] and "ratio/mean" not in seen[0] and "breadcrumbs/seconds" not in seen[0]
+    assert all(torch.isfinite(torch.tensor(m["grad_norm"])) for m in seen)
+
+
+@pytest.mark.parametrize("changes", [
+    {"breadcrumbs": {"teacher": "start"}, "lora": {"r": 2}},
+    {"breadcrumbs": {"teacher": "average", "kl": "js", "top_k": 5, "warmup_steps": 2}},
+    {"breadcrumbs": {"kl": "reverse"}, "algorithm": "rloo"},
+])  # fmt: skip
+def test_options(tmp_path, changes):
+    run, _ = build(breadcrumbs(tmp_path, **changes, warm_start=None), lambda text: None)
+    metrics = [train_step(run, step) for step in (1, 2)]
+    assert all(m["distill/kl/mean"] > 0 for m in metrics)
+    if changes["breadcrumbs"].get("warmup_steps"):
+        assert [m["distill/weight"] for m in metrics] == [0.5, 1.0]
+
+
+@pytest.mark.parametrize("changes, message", [
+    ({"cache": {"policy": "rkv"}}, "cache.policy: rkv has no beacons, which method breadcrumbs teaches"),
+    ({"breadcrumbs": {"weight": 0}}, "breadcrumbs.weight: 0 teaches no beacon"),
+    ({"method": "shadow_mask", "breadcrumbs": {"kl": "js"}}, "breadcrumbs.kl: has no meaning under method shadow_mask"),
+])  # fmt: skip
+def test_mistakes(tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):  # pydantic's wraps it where no file is read
+        breadcrumbs(tmp_path, **changes)
