@@ -97,7 +97,7 @@ class Timed:
 
 @contextmanager
 def timed(*functions: tuple[Any, str]) -> Iterator[Timed]:
-    """Inside the block, the time in these methods (or functions of a module) is added up (none of them calls another)."""
+    """Inside the block, the time in these methods or functions of a module is added up (none of them calls another)."""
     found, originals = Timed(), [getattr(kind, name) for kind, name in functions]
 
     def wrap(function: Callable) -> Callable:
