@@ -88,7 +88,7 @@ def decode_speed(
         kv_bytes=engine.kv_bytes,
     )
     del engine
-    gc.collect()  # an engine is part of cycles: its gigabytes would wait for the collector, and the next one's come on top
+    gc.collect()  # engines are parts of cycles: gigabytes would wait for the collector while the next one is made
     return speed
 
 
