@@ -35,17 +35,18 @@ def decode(llm: Any, prompt: list[int], point: dict[str, int]) -> list[float]:
             times.append(time.perf_counter())
         elif times:
             raise RuntimeError(f"a sequence was preempted or ended at {point}: its tokens do not fit the KV memory")
-    for name in made:
-        engine.abort_request([name])
+    engine.abort_request(list(made))
     while engine.has_unfinished_requests():
         engine.step()
+    if len(times) <= steps * repeats:
+        raise RuntimeError(f"sequences ended before {steps * repeats} steps in which all of them decoded: {point}")
     return windows(times, steps, repeats, sequences)
 
 
 def new_tokens(point: dict[str, int]) -> int:
-    """Of each sequence, with those that it decodes while others are still prefilled."""
+    """Of each sequence, with those that it decodes while others are still added or prefilled."""
     early = -(-point["sequences"] * point["context"] // BATCHED_TOKENS)
-    return point["steps"] * point["repeats"] + early + 8
+    return point["steps"] * point["repeats"] + early + 64
 
 
 def main() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
@@ -9,11 +10,15 @@ from dataclasses import asdict
 
 import pytest
 
+from helpers import cache, model
 from kvrl.bench import learner, memory, peers, step
+from kvrl.bench.machine import Machine
 from kvrl.bench.peers import PEERS, Peer, ask
 from kvrl.bench.process import last_json
+from kvrl.bench.rollout import decode_speed
 from kvrl.cli import main
 from kvrl.errors import KvrlError
+from kvrl.sampler.engine import Engine
 
 
 @pytest.fixture
@@ -59,6 +64,13 @@ def test_rollout(capsys, monkeypatch):
                  "kvrl: integral against a full run, difference"):  # fmt: skip
         assert found[name] in ("ok", "MISSED")
     assert any("vllm: not measured" in note for note in result["notes"])
+
+
+def test_no_engine_outlives_its_measurement():
+    lm, limits = model(), Machine(1.0, 1.0)
+    before = {id(x) for x in gc.get_objects() if isinstance(x, Engine)}
+    decode_speed(lm, limits, cache(), slots=2, context=20, steps=10)
+    assert not [x for x in gc.get_objects() if isinstance(x, Engine) and id(x) not in before]
 
 
 def test_a_peers_figures_stand_beside_kvrls(capsys, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def decode_speed(
     usual, mean = statistics.median(seconds), statistics.mean(seconds)
     grown = context + steps // 2
     entries = grown if cache.is_dense else min(grown, cache.budget + cache.buffer // 2)
-    return DecodeSpeed(
+    speed = DecodeSpeed(
         slots=slots,
         context=context,
         entries=entries,
@@ -86,6 +87,9 @@ def decode_speed(
         roofline_share=machine.decode_seconds(model, engine.spec, slots, entries) / mean,
         kv_bytes=engine.kv_bytes,
     )
+    del engine
+    gc.collect()  # engines are parts of cycles: gigabytes would wait for the collector while the next one is made
+    return speed
 
 
 def random_prompt(vocab: int, tokens: int, seed: int) -> list[int]:
