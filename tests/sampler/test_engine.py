@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -166,3 +169,15 @@ def test_modules_keep_their_own_mode():
     lm.model.layers[1].eval()
     sample(lm, prompts=make_prompts([5]), new=3)
     assert lm.training and not lm.model.layers[1].mlp.training and lm.model.layers[0].mlp.training
+
+
+def test_the_slots_are_freed_with_the_engine_and_not_by_the_garbage_collector():
+    gc.disable()
+    try:
+        engine = Engine(model(), cache(), sampling(20), num_slots=2, max_prompt_length=8)
+        engine.run(make_prompts([4, 8]))
+        slots = weakref.ref(engine.slots)
+        del engine
+        assert slots() is None
+    finally:
+        gc.enable()

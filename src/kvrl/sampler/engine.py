@@ -167,7 +167,8 @@ class Engine:
             self.routing = routing
             self.head = Head(self.model).frozen(native=self.native)
             self.trunk = native_trunk(self.model, self.spec) if self.native and routing is None else None
-            self.decode = self._decode_step(captured=self.cuda_graphs and routing is None)
+            # Not kept: it refers to the engine, whose slots would stay until the garbage collector came round
+            decode = self._decode_step(captured=self.cuda_graphs and routing is None)
             staged: Prompt | None = None
             steps = tokens = 0
             staged_logits = torch.empty(0)
@@ -190,7 +191,7 @@ class Engine:
                     if row not in active:
                         free.insert(0, row)
                 if active:
-                    self._step(active, on_turn)
+                    self._step(active, decode, on_turn)
                     steps, tokens = steps + 1, tokens + len(active)
                     busy = len(active)
                     self._retire(active, done)
@@ -213,7 +214,7 @@ class Engine:
 
     # One step of every slot -------------------------------------------------------------------------------
 
-    def _step(self, active: dict[int, Request], on_turn: Continue | None) -> None:
+    def _step(self, active: dict[int, Request], decode: Callable[[Tensor], Tensor], on_turn: Continue | None) -> None:
         """Forward the newest token of every slot, let full slots be compacted, draw the next tokens.
 
         A slot whose window has closed forwards its beacon instead, and draws nothing.
@@ -224,7 +225,7 @@ class Engine:
             tokens[row], positions[row] = request.next_fed()
             at[row] = self._held(request)
             request.count(at[row] + 1)
-        logits = self.decode(torch.tensor([tokens, positions, at], device=self.device))  # [S, V]
+        logits = decode(torch.tensor([tokens, positions, at], device=self.device))  # [S, V]
         for row, request in active.items():
             request.forwarded += 1
             request.held += 1
