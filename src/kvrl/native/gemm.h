@@ -38,20 +38,25 @@ void pack(const T* w, T* packed, int64_t n, int64_t k, const int64_t* rows, int6
     }
 }
 
-// out [R, COLUMNS] = x [R, k] times one panel
+// out [R, COLUMNS] = x [R, k] times one panel. Sums of 32 products are summed: a long chain would lose digits.
 template <int R>
 inline void tile(const float* x, const float* panel, int64_t k, float* out) {
-    Vec acc[R][4] = {};
-    for (int64_t i = 0; i < k; i++) {
-        Vec weight[4];
-        for (int c = 0; c < 4; c++) weight[c] = load(panel + i * COLUMNS + c * LANES);
-        for (int r = 0; r < R; r++) {
-            Vec one = splat(x[r * k + i]);
-            for (int c = 0; c < 4; c++) acc[r][c] += one * weight[c];
+    Vec total[R][4] = {};
+    for (int64_t start = 0; start < k; start += 32) {
+        Vec acc[R][4] = {};
+        for (int64_t i = start; i < (start + 32 < k ? start + 32 : k); i++) {
+            Vec weight[4];
+            for (int c = 0; c < 4; c++) weight[c] = load(panel + i * COLUMNS + c * LANES);
+            for (int r = 0; r < R; r++) {
+                Vec one = splat(x[r * k + i]);
+                for (int c = 0; c < 4; c++) acc[r][c] += one * weight[c];
+            }
         }
+        for (int r = 0; r < R; r++)
+            for (int c = 0; c < 4; c++) total[r][c] += acc[r][c];
     }
     for (int r = 0; r < R; r++)
-        for (int c = 0; c < 4; c++) store(out + r * COLUMNS + c * LANES, acc[r][c]);
+        for (int c = 0; c < 4; c++) store(out + r * COLUMNS + c * LANES, total[r][c]);
 }
 
 #ifdef __AVX512BF16__
