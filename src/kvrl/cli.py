@@ -13,12 +13,21 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal, NoReturn, TextIO
+from typing import NoReturn, TextIO
 
 from kvrl import __version__
+from kvrl.arguments import (
+    METHODS,
+    natural,
+    parse_budgets,
+    parse_bytes,
+    parse_lengths,
+    parse_methods,
+    positive,
+    yaml_mapping,
+)
 from kvrl.errors import KvrlError
 
-METHODS = ("dense", "naive", "corrected", "sparse_rl", "shadow_mask", "breadcrumbs")
 DTYPES = ("float32", "bfloat16")
 
 # What is not a field of the configuration
@@ -171,17 +180,17 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     what.add_argument("--benchmark", help="math7: seven sets of mathematics, accuracy of each and their mean")
     parser.add_argument("--data_dir", default=None, help="the benchmark's files (default: the hub)")
     text = "e.g. '{max_steps: 20}' (default: the run's, if it has the same task)"
-    parser.add_argument("--task_params", type=_yaml_mapping, default=None, metavar="YAML", help=text)
+    parser.add_argument("--task_params", type=yaml_mapping, default=None, metavar="YAML", help=text)
     parser.add_argument("--budgets", type=parse_budgets, default=None, help="e.g. 24,32,48,full (default full)")
     _add_every(parser, "the model's own")
     _add_cache_flags(parser, policy=None, of_run="the run's, else ")
     text = "held-out problems (default 256), or most of each set of a benchmark (default all)"
-    parser.add_argument("--n", type=_positive, default=None, help=text)
+    parser.add_argument("--n", type=positive, default=None, help=text)
     parser.add_argument("--temperature", type=float, default=None, help="0 is greedy (default: the run's, else 1.0)")
     text = "most tokens of a completion (default: the run's, else 256)"
-    parser.add_argument("--max_completion_length", type=_positive, default=None, help=text)
+    parser.add_argument("--max_completion_length", type=positive, default=None, help=text)
     text = "sequences decoded at once (default: at most 128)"
-    parser.add_argument("--slots", type=_positive, default=None, help=text)
+    parser.add_argument("--slots", type=positive, default=None, help=text)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model")
     _add_common(parser)
 
@@ -190,11 +199,11 @@ def _add_parity(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "parity", _parity, "sample, replay, and print how far the log-probs are apart")
     parser.add_argument("--model", default="tiny", help="tiny, tiny:FAMILY, smollm2-135m, or a model folder")
     _add_cache_flags(parser, policy="all")
-    parser.add_argument("--budget", type=_positive, default=None, help="default: by model")
+    parser.add_argument("--budget", type=positive, default=None, help="default: by model")
     _add_every(parser, "1, 3, 5, or the model's own")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model")
-    parser.add_argument("--prompts", type=_positive, default=None, help="default: by model")
-    parser.add_argument("--max_completion_length", type=_positive, default=None, help="default: by model")
+    parser.add_argument("--prompts", type=positive, default=None, help="default: by model")
+    parser.add_argument("--max_completion_length", type=positive, default=None, help="default: by model")
     _add_common(parser)
 
 
@@ -208,8 +217,8 @@ def _add_compare(commands: argparse._SubParsersAction) -> None:
         default=["dense", "naive", "corrected", "shadow_mask"],
         help="of " + ",".join(METHODS),
     )
-    parser.add_argument("--seeds", type=_positive, default=3, help="how many seeds for each method")
-    parser.add_argument("--first_seed", type=_natural, default=0, help="seeds are first_seed, first_seed + 1, ...")
+    parser.add_argument("--seeds", type=positive, default=3, help="how many seeds for each method")
+    parser.add_argument("--first_seed", type=natural, default=0, help="seeds are first_seed, first_seed + 1, ...")
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
 
 
@@ -218,7 +227,7 @@ def _add_study(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "study", _study, text)
     parser.add_argument("studies", metavar="STUDY", nargs="+", help="a YAML file, see examples/results")
     parser.add_argument("--output_dir", default="runs/results", metavar="FOLDER", help="runs, tables and plots")
-    parser.add_argument("--jobs", type=_positive, default=2, help="runs at once, each on one core")
+    parser.add_argument("--jobs", type=positive, default=2, help="runs at once, each on one core")
     parser.add_argument("--report", default=None, metavar="FILE.md", help="a page that takes the tables in")
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
 
@@ -229,11 +238,11 @@ def _add_variance(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--model", default="tiny", help="tiny, tiny:FAMILY, smollm2-135m, or a model folder")
     parser.add_argument("--lengths", type=parse_lengths, default=[64, 128, 256, 512, 1024], help="e.g. 64,128,256")
     _add_cache_flags(parser, policy="rkv")
-    parser.add_argument("--budget", type=_positive, default=None, help="default: by model")
+    parser.add_argument("--budget", type=positive, default=None, help="default: by model")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model")
-    parser.add_argument("--n", type=_positive, default=32, metavar="SAMPLES", help="sequences")
+    parser.add_argument("--n", type=positive, default=32, metavar="SAMPLES", help="sequences")
     parser.add_argument("--task", default=None, help="take the prompts from this task (for a trained model folder)")
-    parser.add_argument("--task_params", type=_yaml_mapping, default={}, metavar="YAML", help="e.g. '{max_steps: 20}'")
+    parser.add_argument("--task_params", type=yaml_mapping, default={}, metavar="YAML", help="e.g. '{max_steps: 20}'")
     parser.add_argument("--output", default="variance.png", metavar="FILE.png")
     _add_common(parser)
 
@@ -243,7 +252,7 @@ def _add_plan(commands: argparse._SubParsersAction) -> None:
     parser = _command(commands, "plan", _plan, text)
     parser.add_argument("config", metavar="CONFIG", help="a YAML file")
     parser.add_argument("--memory", type=parse_bytes, default=None, help="of the device, e.g. 24GiB")
-    parser.add_argument("--prompt_length", type=_positive, default=None, help="tokens of the longest prompt")
+    parser.add_argument("--prompt_length", type=positive, default=None, help="tokens of the longest prompt")
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
 
 
@@ -256,17 +265,17 @@ def _add_bench(commands: argparse._SubParsersAction) -> None:
     text = "lengths at which speed is measured (default 64,1000,2000,4000,6000,8000)"
     rollout.add_argument("--contexts", type=parse_lengths, default=None, help=text)
     text = "of each sequence at equal memory (default 8000)"
-    rollout.add_argument("--new_tokens", type=_positive, default=None, help=text)
+    rollout.add_argument("--new_tokens", type=positive, default=None, help=text)
     text = "sequences of a full cache: as many as fit at the run's end, or anew at each context (default end)"
     rollout.add_argument("--fit", choices=("end", "each"), default=None, help=text)
     learner = _bench_command(kinds, "learner", "forward and backward under the trace and in the dense view, by length")
     learner.add_argument("--lengths", type=parse_lengths, default=None, help="default 2048,4096,8192")
     step = _bench_command(kinds, "step", "one GRPO step")
-    step.add_argument("--completions", type=_positive, default=None, help="of one step, 8 to a prompt (default 32)")
-    step.add_argument("--completion_length", type=_positive, default=None, help="tokens of each (default 1024)")
+    step.add_argument("--completions", type=positive, default=None, help="of one step, 8 to a prompt (default 32)")
+    step.add_argument("--completion_length", type=positive, default=None, help="tokens of each (default 1024)")
     memory = _bench_command(kinds, "memory", "KV bytes and peak memory of rollouts, bytes and time of the trace")
-    memory.add_argument("--tokens", type=_positive, default=None, help="of each sequence (default 8192)")
-    memory.add_argument("--slots", type=_positive, default=None, help="sequences (default 8)")
+    memory.add_argument("--tokens", type=positive, default=None, help="of each sequence (default 8192)")
+    memory.add_argument("--slots", type=positive, default=None, help="sequences (default 8)")
     for parser in (learner, step):
         text = "recompute activations in the backward pass"
         parser.add_argument("--gradient_checkpointing", action="store_true", default=None, help=text)
@@ -276,18 +285,18 @@ def _bench_command(kinds: argparse._SubParsersAction, name: str, text: str) -> a
     parser = _command(kinds, name, _bench, text)
     parser.add_argument("--model", default=None, help="tiny, smollm2-135m, or a model folder (default smollm2-135m)")
     parser.add_argument("--dtype", choices=DTYPES, default=None, help="of the model (default bfloat16)")
-    parser.add_argument("--threads", type=_positive, default=None, help="arithmetic threads (default PyTorch's)")
+    parser.add_argument("--threads", type=positive, default=None, help="arithmetic threads (default PyTorch's)")
     parser.add_argument("--policy", default=None, help="see `kvrl policies` (default rkv)")
-    parser.add_argument("--budget", type=_positive, default=None, help="KV entries kept (default 512)")
+    parser.add_argument("--budget", type=positive, default=None, help="KV entries kept (default 512)")
     text = "new entries between two compactions (default 128)"
-    parser.add_argument("--buffer", type=_positive, default=None, help=text)
+    parser.add_argument("--buffer", type=positive, default=None, help=text)
     text = f"measurements whose median counts (default {1 if name in ('step', 'memory') else 3})"
-    parser.add_argument("--repeats", type=_positive, default=None, help=text)
+    parser.add_argument("--repeats", type=positive, default=None, help=text)
     if name in ("rollout", "step"):
         text = "measure other libraries too: all, or names such as vllm,generate (see benchmarks/peers)"
         parser.add_argument("--peers", nargs="?", const="all", default=None, metavar="NAMES", help=text)
     parser.add_argument("--quick", action="store_true", help="everything small: shows that it runs, in seconds")
-    parser.add_argument("--seed", type=_natural, default=None, help="of prompts and sampling (default 0)")
+    parser.add_argument("--seed", type=natural, default=None, help="of prompts and sampling (default 0)")
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
     return parser
 
@@ -297,10 +306,10 @@ def _add_cache_flags(parser: argparse.ArgumentParser, policy: str | None, of_run
     parser.add_argument("--policy", default=policy, help=f"see `kvrl policies` (default {shown})")
     buffer = f"{of_run}128" if of_run else "128, and by model for tiny ones"
     text = f"new entries between two compactions, which run when budget + buffer are held (default: {buffer})"
-    parser.add_argument("--buffer", type=_positive, default=None, help=text)
+    parser.add_argument("--buffer", type=positive, default=None, help=text)
     text = f"newest entries that always stay (default: {of_run}the policy's)"
-    parser.add_argument("--window", type=_natural, default=None, help=text)
-    parser.add_argument("--sinks", type=_natural, default=None, help=text.replace("newest", "first"))
+    parser.add_argument("--window", type=natural, default=None, help=text)
+    parser.add_argument("--sinks", type=natural, default=None, help=text.replace("newest", "first"))
 
 
 def _add_every(parser: argparse.ArgumentParser, default: str) -> None:
@@ -309,71 +318,8 @@ def _add_every(parser: argparse.ArgumentParser, default: str) -> None:
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seed", type=_natural, default=0, help="of the problems and of the sampling")
+    parser.add_argument("--seed", type=natural, default=0, help="of the problems and of the sampling")
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
-
-
-def parse_budgets(text: str) -> list[int | Literal["full"]]:
-    """`24,48,full` as `[24, 48, "full"]`."""
-    return ["full" if part == "full" else _positive(part) for part in text.split(",")]
-
-
-def parse_lengths(text: str) -> list[int]:
-    """`256,64` as `[64, 256]`, each once."""
-    return sorted({_positive(part) for part in text.split(",")})
-
-
-def parse_bytes(text: str) -> int:
-    """`24GiB`, `80GB` or `512MiB` in bytes; the unit must be there."""
-    units = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-    number = text.rstrip("abgimABGIM")
-    unit = text[len(number) :].upper()
-    try:
-        size = int(float(number) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        size = 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 24GiB, 80GB or 512MiB")
-    return size
-
-
-def parse_methods(text: str) -> list[str]:
-    """`naive,shadow_mask` as a list, each name checked."""
-    names = text.split(",")
-    for name in names:
-        if name not in METHODS:
-            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(METHODS)}")
-    return names
-
-
-def _positive(text: str) -> int:
-    return _integer(text, 1)
-
-
-def _natural(text: str) -> int:
-    return _integer(text, 0)
-
-
-def _integer(text: str, minimum: int) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}") from None
-    if value < minimum:
-        raise argparse.ArgumentTypeError(f"{value} is below the minimum {minimum}")
-    return value
-
-
-def _yaml_mapping(text: str) -> dict:
-    import yaml
-
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
-        value = None
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a YAML mapping such as '{{max_steps: 20}}'")
-    return value
 
 
 FLAG_OF_FIELD = {

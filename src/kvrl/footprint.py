@@ -14,7 +14,7 @@ from kvrl.beacons.config import params_of
 from kvrl.beacons.plan import Beacons
 from kvrl.cache.compaction import Compactor
 from kvrl.cache.config import CacheConfig
-from kvrl.cache.memory import make_memory, slots_within
+from kvrl.cache.memory import make_memory, slot_bytes, slots_within
 from kvrl.cache.slots import KVSlots
 from kvrl.cache.trace import KVTrace
 from kvrl.train.config import Config
@@ -185,8 +185,7 @@ class Footprint:
 
     def kv_per_slot(self, cache: CacheConfig) -> int:
         """K and V of one sequence."""
-        slots, _ = self.memory(cache, 1)
-        return slots.kv_bytes // 2  # the staging row is as large as a slot
+        return slot_bytes(self.spec, cache, **self.sizes(cache))
 
     def most_slots(self, cache: CacheConfig, memory: int) -> int:
         """The most slots that a rollout may have beside what is resident; 0 if not even one fits."""

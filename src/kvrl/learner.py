@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kvrl.attention.probe import prepare
 from kvrl.attention.replay import Backend
+from kvrl.clock import now
 from kvrl.critic import Critic
 from kvrl.distill import Distillation
 from kvrl.errors import KvrlError
@@ -118,15 +118,16 @@ class Scorer(nn.Module):
         given = (targets.token, temperature, targets.support)
         logps, entropy = self.in_chunks(partial(score_chunk, Head(self.model)), hidden[targets.at], *given)
         values = divergence = error = None
+        seconds = 0.0
         if self.critic is not None:
             values = self.critic(hidden, rollouts, view, self.backend)[targets.at]  # [P]
-        start = now(hidden.device)
         if distill is not None:
+            start = now(hidden.device)
             student, teacher = distill.hidden_states(self.model, rollouts, view, hidden, self.backend)
             learns = student[targets.row, predictors(rollouts, distill.student).to(hidden.device)]
             teaches = teacher[targets.row, predictors(rollouts, distill.teacher).to(hidden.device)]
             divergence, error = self.in_chunks(partial(distill.chunk, self.model), learns, teaches, *given[1:])
-        seconds = now(hidden.device) - start
+            seconds = now(hidden.device) - start
         shape = (len(rollouts), max(len(r.completion_ids) for r in rollouts))
 
         def spread(x: Tensor | None) -> Any:
@@ -156,13 +157,6 @@ def predictors(rollouts: Sequence[Rollout], view: View) -> Tensor:
     The raw token before it predicts a token, though under `sparse` a beacon may stand between them.
     """
     return torch.cat([seen(r, view).predictor[r.loss_mask] for r in rollouts])
-
-
-def now(device: torch.device) -> float:
-    """Seconds on a clock, read when the device has done what it was asked for."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def make_targets(rollouts: Sequence[Rollout], device: torch.device | str, view: View = "sparse") -> Targets:

@@ -167,14 +167,6 @@ def test_splits_share_no_problem_in_any_order_of_its_edges():
     assert not train & keys(held_out)
 
 
-def test_rows_and_demonstrations_depend_on_the_seed_alone():
-    task = StarGraph(mistake_rate=0.05)
-    assert task.rows("train", 9, seed=1) == task.rows("train", 60, seed=1)[:9]
-    assert task.rows("train", 9, seed=1) != task.rows("train", 9, seed=2)
-    assert task.demonstrations(9, seed=1) == task.demonstrations(9, seed=1)
-    assert not set(dict(task.demonstrations(9, seed=1))) & set(dict(task.demonstrations(9, seed=2)))
-
-
 @pytest.mark.parametrize(
     ("params", "message"),
     [

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from kvrl.attention.kernels import attend
+from kvrl.attention.gathered import attend_gathered
 from kvrl.attention.seam import AttentionCall
 from kvrl.cache.trace import NEVER, KVTrace
 from kvrl.errors import KvrlError
@@ -64,16 +64,19 @@ def one_lifetime(trace: KVTrace) -> Tensor:
 
 def attend_blocks(call: AttentionCall, blocks: Sequence[Block], positions: Tensor | None) -> Tensor:
     """Attention block by block: q [B, Hq, T, D] -> [B, Hq, T, D]; positions as in `attend_mask`."""
-    heads, length, d = call.k.shape[1:]
+    batch, heads, length, _ = call.k.shape
+    rows = length * torch.arange(batch * heads, device=call.k.device).view(
+        batch, heads, 1
+    )  # where each head's keys begin
     out = []
     for block in blocks:
         keys = block.keys.clamp(max=length - 1)
-        index = keys[:, None, :, None].expand(-1, heads, -1, d)
+        index = (rows + keys[:, None]).int()  # [B, H, n]
         visible = block.visible
         if call.window is not None:
             at = keys if positions is None else positions.gather(1, keys)  # [B, n]
             own = at[:, block.start - block.stop :]  # the block's tokens are its last keys
             visible = visible & (at[:, None] > own[:, :, None] - call.window)[:, None]
         q = call.q[:, :, block.start : block.stop]
-        out.append(attend(q, call.k.gather(2, index), call.v.gather(2, index), visible, **call.kernel()))
+        out.append(attend_gathered(q, call.k, call.v, index, visible, **call.kernel()))
     return torch.cat(out, dim=2)

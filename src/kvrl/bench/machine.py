@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from kvrl.attention.probe import ModelSpec
+from kvrl.clock import now
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,11 @@ def median_seconds(func: Callable[[], object], repeats: int, device: torch.devic
     """Median wall time of a call, after one to warm up."""
     times = []
     for i in range(repeats + 1):
-        synchronize(device)
-        start = time.perf_counter()
+        start = now(device)
         func()
-        synchronize(device)
         if i:
-            times.append(time.perf_counter() - start)
+            times.append(now(device) - start)
     return statistics.median(times)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait for a GPU; nothing to wait for on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def versions() -> dict[str, str]:

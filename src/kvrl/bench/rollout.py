@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from dataclasses import dataclass
@@ -10,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from kvrl.attention.probe import text_config
+from kvrl.attention.probe import probe, text_config
 from kvrl.bench.machine import Machine
 from kvrl.cache.config import CacheConfig
-from kvrl.cache.memory import slot_width
+from kvrl.cache.memory import fitting_slots, slot_bytes
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.engine import Engine
 from kvrl.sampler.request import Progress
@@ -41,19 +40,13 @@ class DecodeSpeed:
 
 def slots_within(model: nn.Module, cache: CacheConfig, kv_bytes: int, max_tokens: int) -> int:
     """Slots whose K and V, the staging row included, fit into so many bytes; one at least, as engines round them."""
-    engine = Engine(
-        model, cache, SamplingConfig(max_completion_length=max_tokens // 2), num_slots=1,
-        max_prompt_length=max_tokens - max_tokens // 2,
-    )  # fmt: skip
-    return most_slots(engine.kv_bytes // 2, kv_bytes)
+    dtype = next(model.parameters()).dtype
+    return most_slots(slot_bytes(probe(model), cache, max_tokens=max_tokens, dtype=dtype), kv_bytes)
 
 
-def most_slots(slot_bytes: int, kv_bytes: int) -> int:
-    """Slots beside a staging row of the same size in kv_bytes, such that an engine does not make them more."""
-    slots = max(1, kv_bytes // slot_bytes - 1)
-    while slot_width(slots) != slots:
-        slots -= 1
-    return slots
+def most_slots(row: int, kv_bytes: int) -> int:
+    """Slots of `row` bytes in kv_bytes, one at least: what is measured is printed with its bytes."""
+    return max(1, fitting_slots(row, kv_bytes))
 
 
 def decode_speed(
@@ -77,7 +70,7 @@ def decode_speed(
     usual, mean = statistics.median(seconds), statistics.mean(seconds)
     grown = context + steps // 2
     entries = grown if cache.is_dense else min(grown, cache.budget + cache.buffer // 2)
-    speed = DecodeSpeed(
+    return DecodeSpeed(
         slots=slots,
         context=context,
         entries=entries,
@@ -87,9 +80,6 @@ def decode_speed(
         roofline_share=machine.decode_seconds(model, engine.spec, slots, entries) / mean,
         kv_bytes=engine.kv_bytes,
     )
-    del engine
-    gc.collect()  # engines are parts of cycles: gigabytes would wait for the collector while the next one is made
-    return speed
 
 
 def random_prompt(vocab: int, tokens: int, seed: int) -> list[int]:

@@ -30,15 +30,26 @@ def slots_within(kv_memory: int, spec: ModelSpec, cache: CacheConfig, **given: A
 
     given: max_tokens, dtype and beacon_slots, as `make_memory` takes them. KvrlError if not even one slot fits.
     """
-    slots, _ = make_memory(spec, cache, num_slots=1, device=torch.device("meta"), **given)
-    row = slots.kv_bytes // 2  # the staging row is as large as a slot
-    most = kv_memory // row - 1
+    row = slot_bytes(spec, cache, **given)
+    most = fitting_slots(row, kv_memory)
     if most < 1:
         raise KvrlError(
             f"rollout.kv_memory: {kv_memory} bytes are below the {2 * row} that one sequence and the staging row take; "
             f"raise it to at least {2 * row}, or lower cache.budget or cache.buffer"
         )
-    return most if most < 4 else most // 4 * 4
+    return most
+
+
+def slot_bytes(spec: ModelSpec, cache: CacheConfig, **given: Any) -> int:
+    """Bytes of K and V of one slot; given as in `slots_within`."""
+    slots, _ = make_memory(spec, cache, num_slots=1, device=torch.device("meta"), **given)
+    return slots.kv_bytes // 2  # the staging row is as large as a slot
+
+
+def fitting_slots(row: int, kv_memory: int) -> int:
+    """Slots of `row` bytes that fit beside the staging row, as many as an engine does not round up; 0 if none does."""
+    most = kv_memory // row - 1
+    return max(0, most) if most < 4 else most // 4 * 4
 
 
 def make_memory(

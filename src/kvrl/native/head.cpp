@@ -1,14 +1,7 @@
 // The language-model head on a CPU: products of bfloat16 numbers, which are exact in float32, summed in float32.
 #include "gemm.h"
 
-extern "C" int kvrl_head_exists() { return BFLOAT16; }
-
-// weight [n, k] to the panels of gemm.h; k is even.
-extern "C" void kvrl_head_pack(const uint16_t* weight, uint16_t* packed, int64_t n, int64_t k, int64_t threads) {
-    pack(weight, packed, n, k, nullptr, threads);
-}
-
-// out float32 [m, n] = hidden bfloat16 [m, k], contiguous, times the packed weight.
+// out float32 [m, n] = hidden bfloat16 [m, k], contiguous, times the packed weight; k is even.
 extern "C" void kvrl_head(const uint16_t* hidden, const uint16_t* packed, float* out, int64_t m, int64_t n, int64_t k,
                           int64_t threads) {
 #pragma omp parallel num_threads(int(threads))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from kvrl.native.build import load
-
-COLUMNS = 64  # of a panel, as in head.cpp
+from kvrl.native.gemm import multiplies, pack
 
 
 def packable(module: nn.Module) -> bool:
@@ -19,8 +18,7 @@ def packable(module: nn.Module) -> bool:
     weight = module.weight
     if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.shape[1] % 2:
         return False
-    library = load("head")
-    return library is not None and bool(library.kvrl_head_exists())
+    return multiplies(weight.dtype) and load("head") is not None
 
 
 class PackedHead:
@@ -28,11 +26,8 @@ class PackedHead:
 
     def __init__(self, weight: Tensor) -> None:
         self.library = load("head")
-        assert self.library is not None
         self.n, self.k = weight.shape
-        self.packed = torch.empty(-(-self.n // COLUMNS) * COLUMNS * self.k, dtype=torch.bfloat16)
-        weight = weight.detach().contiguous()
-        self.library.kvrl_head_pack(*_arguments(weight, self.packed, self.n, self.k))
+        self.packed = pack(weight)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """bfloat16 [..., E] -> f32 [..., V]."""

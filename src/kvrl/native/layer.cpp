@@ -144,16 +144,6 @@ void after(const After& c) {
 
 }  // namespace
 
-extern "C" int kvrl_layer_exists(int bfloat16) { return !bfloat16 || BFLOAT16; }
-
-extern "C" void kvrl_layer_pack(const void* weight, void* packed, int64_t n, int64_t k, const int64_t* rows,
-                                int64_t threads, int bfloat16) {
-    if (bfloat16)
-        pack((const uint16_t*)weight, (uint16_t*)packed, n, k, rows, threads);
-    else
-        pack((const float*)weight, (float*)packed, n, k, rows, threads);
-}
-
 extern "C" void kvrl_layer_before(const Before* call, int bfloat16) {
     bfloat16 ? before<uint16_t>(*call) : before<float>(*call);
 }

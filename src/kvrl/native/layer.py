@@ -12,8 +12,9 @@ from kvrl.attention.probe import ModelSpec, text_config
 from kvrl.attention.seam import AttentionCall, KVContext
 from kvrl.head import decoder
 from kvrl.native.build import load
+from kvrl.native.decode_attention import LANES
+from kvrl.native.gemm import multiplies, pack
 
-COLUMNS, LANES = 64, 16  # of a panel and of a vector register, as in gemm.h
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 """Of what a layer adds to its input, as norms: a kernel that computes something else is off by far more."""
@@ -38,16 +39,16 @@ _After = _struct(
 class PackedLayer:
     """A decoder layer's weights in the order in which the kernel reads them: copies, made anew when weights change."""
 
-    def __init__(self, layer: Any, library: ctypes.CDLL) -> None:
+    def __init__(self, layer: Any) -> None:
         attn, mlp = layer.self_attn, layer.mlp
         projections = [attn.q_proj, attn.k_proj, attn.v_proj]
-        self.qkv = pack(torch.cat([p.weight for p in projections]), library)
+        self.qkv = pack(torch.cat([p.weight for p in projections]))
         self.bias = None if attn.q_proj.bias is None else torch.cat([p.bias for p in projections]).detach()
-        self.out = pack(attn.o_proj.weight, library)
+        self.out = pack(attn.o_proj.weight)
         feed = mlp.gate_proj.weight.shape[0]
         turns = torch.arange(2 * feed).view(2, -1, LANES).transpose(0, 1).flatten()  # 16 of the gate, 16 of up, ...
-        self.gate_up = pack(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), library, turns)
-        self.down = pack(mlp.down_proj.weight, library)
+        self.gate_up = pack(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), turns)
+        self.down = pack(mlp.down_proj.weight)
         self.first, self.second = layer.input_layernorm, layer.post_attention_layernorm
         self.q_norm, self.k_norm = getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)
 
@@ -63,7 +64,7 @@ class NativeTrunk:
         self.dtype = next(model.parameters()).dtype
         self.bfloat16 = int(self.dtype == torch.bfloat16)
         self.feed = self.trunk.layers[0].mlp.gate_proj.weight.shape[0]
-        self.layers = [PackedLayer(layer, library) for layer in self.trunk.layers]
+        self.layers = [PackedLayer(layer) for layer in self.trunk.layers]
         self.rows = 0
 
     def __call__(self, ids: Tensor, positions: Tensor, context: KVContext) -> Tensor:
@@ -109,19 +110,6 @@ class NativeTrunk:
         self.k, self.v = torch.empty(2, rows, spec.kv_heads, spec.head_dim, dtype=self.dtype)
 
 
-def pack(weight: Tensor, library: ctypes.CDLL, rows: Tensor | None = None) -> Tensor:
-    """A weight [n, k] in panels (gemm.h); rows: int64 [n], which row stands in which column."""
-    weight = weight.detach().contiguous()
-    n, k = weight.shape
-    packed = torch.empty(-(-n // COLUMNS) * COLUMNS * k, dtype=weight.dtype)
-    library.kvrl_layer_pack(
-        ctypes.c_void_p(weight.data_ptr()), ctypes.c_void_p(packed.data_ptr()), ctypes.c_int64(n), ctypes.c_int64(k),
-        None if rows is None else ctypes.c_void_p(rows.data_ptr()), ctypes.c_int64(torch.get_num_threads()),
-        int(weight.dtype == torch.bfloat16),
-    )  # fmt: skip
-    return packed
-
-
 @torch.no_grad()
 def native_trunk(model: nn.Module, spec: ModelSpec) -> NativeTrunk | None:
     """The compiled decode step of a model whose layers are exactly what the kernels compute; None for others.
@@ -149,8 +137,7 @@ def _fits(model: nn.Module, spec: ModelSpec) -> bool:
         return False
     if any(p.dtype != dtype for p in trunk.parameters()) or not all(map(_is_plain, trunk.layers)):
         return False
-    library = load("layer")
-    return library is not None and bool(library.kvrl_layer_exists(int(dtype == torch.bfloat16)))
+    return multiplies(dtype) and load("layer") is not None
 
 
 _PARTS = {  # of a layer: attention may also have q_norm and k_norm

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import hashlib
 import random
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from kvrl.errors import KvrlError
 from kvrl.tasks import Prompt
 from kvrl.tasks.answers import INSTRUCTIONS, AnswerFormat, extract_answer, format_answer
+from kvrl.tasks.splits import stream, take
 
 HELD_OUT_SHARE = 1 / 4  # of all questions, by a hash of their text
 DRAWS_PER_ROW = 16
@@ -113,30 +114,14 @@ class ReasoningGym(BaseModel):
         return [*system, {"role": "user", "content": user}]
 
     def _entries(self, split: str, n: int, seed: int) -> list[dict[str, Any]]:
-        if split not in ("train", "eval"):
-            raise KvrlError(f"split: {split} is neither train nor eval; use one of them")
         # The library seeds item i with seed + i: neighbouring seeds would give almost the same items.
-        stream = _hash(f"{split} {seed + self.seed_offset}") >> 1  # 31 bits
         limit = DRAWS_PER_ROW * n + 64
-        dataset = self._create(stream, limit)
-        chosen: list[dict[str, Any]] = []
-        seen: set[str] = set()
-        for index in range(limit):
-            if len(chosen) == n:
-                break
-            entry = dataset[index]
-            question = entry["question"]
-            held_out = _hash(question) < HELD_OUT_SHARE * 2**32
-            if held_out != (split == "eval") or (held_out and question in seen):
-                continue
-            seen.add(question)
-            chosen.append(entry)
-        if len(chosen) < n:
-            raise KvrlError(
-                f"{split}.n: {n} is above the {len(chosen)} {split} problems that {limit} draws gave; "
-                "lower it or widen task.params.config"
-            )
-        return chosen
+        dataset = self._create(stream(split, seed + self.seed_offset), limit)
+        draws = (dataset[index] for index in range(limit))
+        return take(
+            split, n, draws, itemgetter("question"), limit=limit, share=HELD_OUT_SHARE,
+            remedy="lower it or widen task.params.config",
+        )  # fmt: skip
 
 
 def trace_chain_sum(entry: dict[str, Any], mistake_rate: float, rng: random.Random) -> tuple[str, str]:
@@ -167,10 +152,6 @@ def _nearest(name: str, known: Iterable[str], n: int = 3) -> list[str]:
     words = set(name.lower().replace("-", "_").split("_"))
     sharing = [other for other in known if words & set(other.split("_"))]
     return list(dict.fromkeys([*difflib.get_close_matches(name, known, n=n), *sharing]))[:n]
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
 def library(task: str = ReasoningGym.name) -> Any:

@@ -14,18 +14,17 @@ and fails under any compression. And a short trace looks as a compressed cache d
 
 from __future__ import annotations
 
-import hashlib
 import random
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from kvrl.errors import KvrlError
+from kvrl.tasks.splits import is_held_out
 
 BOS = "<bos>"
 STEP_TOKENS = 6  # `#t a + b = c`
 
-HELD_OUT_SHARE = 0.1
 
 Problem = tuple[int, int, int, int]  # index of the last value, index of the second given value, the two values
 
@@ -98,7 +97,7 @@ class Recurrence(BaseModel):
             for a in range(10)
             for b in range(10)
         ]
-        return [problem for problem in every if _is_held_out(problem) == held_out]
+        return [problem for problem in every if is_held_out(repr(problem)) == held_out]
 
     def _worked(self, problem: Problem, rng: random.Random) -> str:
         last, start, a, b = problem
@@ -118,11 +117,6 @@ def values(problem: Problem) -> list[int]:
     for _ in range(start, last):
         x.append((x[-2] + x[-1]) % 10)
     return x
-
-
-def _is_held_out(problem: Problem) -> bool:
-    digest = hashlib.sha256(repr(problem).encode()).digest()
-    return int.from_bytes(digest[:4], "big") < HELD_OUT_SHARE * 2**32
 
 
 def _prompt(problem: Problem) -> str:

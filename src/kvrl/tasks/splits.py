@@ -14,38 +14,46 @@ HELD_OUT_SHARE = 0.1  # of all problems, by a hash of their key
 DRAWS_PER_ROW = 40  # a split that is not drawn in that many has too few problems
 
 
-def take(split: str, n: int, draws: Iterator[T], key: Callable[[T], str]) -> list[T]:
+def take(
+    split: str,
+    n: int,
+    draws: Iterator[T],
+    key: Callable[[T], str],
+    *,
+    limit: int | None = None,
+    share: float = HELD_OUT_SHARE,
+    remedy: str = "lower it, or widen the ranges of task.params",
+) -> list[T]:
     """The first `n` problems of a split (`train` or `eval`) among the draws; those of `eval` are distinct.
 
     A problem belongs to one split, by a hash of its key, so none is in both, whatever the draws. Equal problems
     in other words (another order of the numbers) must have the same key.
-    Errors: KvrlError for another split, and where `DRAWS_PER_ROW * n + 1000` draws do not give `n` problems.
+    share: of all problems, that are held out.
+    Errors: KvrlError for another split, and where `limit` draws (None: `DRAWS_PER_ROW * n + 1000`) do not give `n`
+    problems.
     """
     if split not in ("train", "eval"):
         raise KvrlError(f"split: {split} is neither train nor eval; use one of them")
     chosen: list[T] = []
     seen: set[str] = set()
-    limit = DRAWS_PER_ROW * n + 1000
+    limit = DRAWS_PER_ROW * n + 1000 if limit is None else limit
     for _ in range(limit):
         if len(chosen) == n:
             break
         problem = next(draws)
         name = key(problem)
-        if is_held_out(name) != (split == "eval") or (split == "eval" and name in seen):
+        if is_held_out(name, share) != (split == "eval") or (split == "eval" and name in seen):
             continue
         seen.add(name)
         chosen.append(problem)
     if len(chosen) < n:
-        raise KvrlError(
-            f"{split}.n: {n} is above the {len(chosen)} {split} problems that {limit} draws gave; lower it, or widen "
-            "the ranges of task.params"
-        )
+        raise KvrlError(f"{split}.n: {n} is above the {len(chosen)} {split} problems that {limit} draws gave; {remedy}")
     return chosen
 
 
-def is_held_out(key: str) -> bool:
+def is_held_out(key: str, share: float = HELD_OUT_SHARE) -> bool:
     """Whether the problem of that key belongs to the eval split."""
-    return _hash(key) < HELD_OUT_SHARE * 2**32
+    return _hash(key) < share * 2**32
 
 
 def stream(split: str, seed: int) -> int:

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from kvrl.beacons.config import beacons_for
 from kvrl.beacons.insert import insert_drawn
+from kvrl.clock import now
 from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import Evaluation, evaluate
-from kvrl.learner import Scorer, now, sampler_logprobs
+from kvrl.learner import Scorer, sampler_logprobs
 from kvrl.objectives.corrections import CorrectionConfig
 from kvrl.objectives.losses import mean_metrics, merge_metrics
 from kvrl.objectives.sparse_rl import SparseRLConfig
