@@ -43,7 +43,7 @@ def test_every_predictor_is_the_token_before():
     assert targets.token.tolist() == [r.completion_ids[0], r.completion_ids[2]]
 
 
-@pytest.mark.parametrize("fields", [{}, {"temperature": 0.7}, {"top_k": 5}])
+@pytest.mark.parametrize("fields", [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.7}])
 def test_entropy_by_hand(fields):
     lm = model()
     rollouts = sample(lm, new=6, sampling_fields=fields)

@@ -33,6 +33,16 @@ def test_every_example_can_be_planned(path):
         assert plan.kv_per_slot < plan.full_kv_per_slot and plan.fits["cache"] > plan.fits["full"]
 
 
+def test_slots_follow_from_a_memory_figure():
+    config = tiny(train={"prompts_per_step": 40})
+    slot = make_plan(config).kv_per_slot
+    limited = make_plan(tiny(train={"prompts_per_step": 40}, rollout={"kv_memory": 13 * slot}))
+    assert (make_plan(config).slots, limited.slots) == (128, 12)
+    assert limited.phases["rollout"]["KV slots"] == 13 * slot
+    few = tiny(train={"prompts_per_step": 1}, rollout={"kv_memory": 13 * slot})
+    assert make_plan(few).slots == 8  # as many as there are completions
+
+
 def tiny(**changes) -> Config:
     base = {"cache": {"budget": 24, "buffer": 8, "sinks": 3, "window": 6}, "sampling": {"max_completion_length": 100}}
     return Config(**{**base, **changes})

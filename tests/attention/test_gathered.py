@@ -74,9 +74,10 @@ def test_nothing_gathered_is_kept_for_the_backward_pass():
     assert kept == [q.shape, k.shape, v.shape, index.shape, visible.shape]
 
 
-def test_bf16_gradients_are_summed_in_fp32():
-    """An entry that 4,096 segments read: sums in bf16 would stop growing at 256 times a single share."""
-    n = 4096
+def test_bf16_gradients_are_summed_in_fp32(monkeypatch):
+    """An entry that 1,024 segments read, one by one: sums in bf16 would stop growing at 256 times one share."""
+    n = 1024
+    monkeypatch.setattr(gathered, "GATHERED_BYTES", 1)
     q = torch.zeros(n, 1, 1, D, dtype=torch.bfloat16)
     k = torch.zeros(1, 1, 2, D, dtype=torch.bfloat16)
     v = torch.zeros(1, 1, 2, D, dtype=torch.bfloat16, requires_grad=True)

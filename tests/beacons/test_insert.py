@@ -29,6 +29,7 @@ def test_the_two_views(name, positions):
     plain = dense_rollouts(lm)
     given = [insert(r, Beacons(BEACON, 3, positions)) for r in plain]
     for r, was in zip(given, plain, strict=True):
+        assert torch.equal(r.trace.windows, was.trace.windows) and r.trace.num_events
         assert r.token_ids == was.token_ids and r.fed.ids.tolist() == by_hand(was, 3, positions)[0]
     assert gap(replay(lm, given, view="dense"), kvrl.sampler_logprobs(plain)) < 1e-4
     assert gap(replay(lm, given, backend="mask"), oracle(stock(name), given, positions)) < 1e-4

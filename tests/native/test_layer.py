@@ -108,6 +108,10 @@ def hooked(lm):
     decoder(lm).layers[1].mlp.register_forward_hook(lambda module, args, out: 2 * out)
 
 
+def watched(lm):
+    decoder(lm).layers[1].mlp.register_forward_hook(lambda module, args, out: None)
+
+
 def with_bias(lm):
     old = decoder(lm).layers[0].self_attn.o_proj
     decoder(lm).layers[0].self_attn.o_proj = nn.Linear(old.in_features, old.out_features)
@@ -150,7 +154,7 @@ def scaled(lm):
     attn.forward = lambda *args, **kwargs: (1.1 * (out := forward(*args, **kwargs))[0], *out[1:])
 
 
-@pytest.mark.parametrize("change", [hooked, with_bias, adapted, wrapped_norm, mixed, other_activation, scaled])
+@pytest.mark.parametrize("change", [hooked, watched, with_bias, adapted, wrapped_norm, mixed, other_activation, scaled])
 def test_a_changed_model_keeps_its_modules(change):
     lm = build()
     spec = probe(lm)

@@ -66,7 +66,8 @@ def test_the_beacons_embedding_learns(tmp_path, monkeypatch):
     assert not torch.equal(run.model.get_input_embeddings().weight[-1], row)
 
 
-def test_under_lora_the_adapters_folder_keeps_the_beacon(tmp_path):
+def test_under_lora_the_adapters_folder_keeps_the_beacon(tmp_path, monkeypatch):
+    noisy_rewards(monkeypatch)
     base = make(tmp_path / "base", train={"max_steps": 1})
     from kvrl.train.run import make_start
 
@@ -74,6 +75,11 @@ def test_under_lora_the_adapters_folder_keeps_the_beacon(tmp_path):
     train(make(tmp_path / "run", model={"path": str(tmp_path / "start")}, warm_start=None, lora={"r": 4}))
     model, tokenizer = load_model(str(tmp_path / "run" / "model"), "float32", merge=True)
     assert beacons_of(model) == BeaconSet(len(tokenizer) - 1, (2, 3), "sequence")
+    start, known = load_model(str(tmp_path / "start"), "float32")
+    rows, before = (m.get_input_embeddings().weight.detach()[: len(known)] for m in (model, start))
+    assert torch.equal(rows, before)
+    beacon = model.get_input_embeddings().weight.detach()[len(tokenizer) - 1]
+    assert (beacon - before.mean(dim=0)).abs().max() > 1e-5  # it was learned, where the other rows stay
     again = make(tmp_path / "again", model={"path": str(tmp_path / "run" / "model")}, warm_start=None)
     run, _ = build(again, lambda text: None)
     assert beacons_of(run.model) == BeaconSet(len(tokenizer) - 1, (2, 3), "sequence")

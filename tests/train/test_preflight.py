@@ -19,6 +19,7 @@ from kvrl.train.trainer import check_output_dir, make_output_dir, train
 from runs import make_config
 
 VOCAB = get_task("recurrence").vocab
+ROWS = 2 * 2 * 3 * 2 * (12 + 6) * 32 * 4  # a slot and the staging row: K, V of 3 layers, 2 heads, 12 + 6 entries, fp32
 
 
 @pytest.fixture
@@ -30,6 +31,8 @@ def no_warm_start(monkeypatch):
     ({"rollout": {"max_prompt_length": 2}}, "prompt 0: rollout.max_prompt_length: 2 is below the prompt's"),
     ({"cache": {"protect_prompt": True, "budget": 6, "sinks": 0}, "method": "dense", "eval": {"n": 2}},
      "held-out problem 0: cache.budget: 6 is below"),
+    ({"rollout": {"kv_memory": ROWS - 1}}, f"rollout.kv_memory: {ROWS - 1} bytes are below the {ROWS} that one"),
+    ({"rollout": {"kv_memory": ROWS}, "eval": {"n": 2}}, f"rollout.kv_memory: {ROWS} bytes are below"),  # full
 ])  # fmt: skip
 def test_prompts_over_the_limits(tmp_path, no_warm_start, changes, message):
     for make in (lambda c: build(c, print), lambda c: make_start(c, tmp_path / "start", print)):
