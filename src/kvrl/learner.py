@@ -20,6 +20,7 @@ from kvrl.critic import Critic
 from kvrl.distill import Distillation
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, restrict
+from kvrl.native.score import scorable, score_tokens
 from kvrl.sampler.types import Rollout
 from kvrl.views import View, hidden_states, seen
 
@@ -99,14 +100,20 @@ class Scorer(nn.Module):
     """The module that a trainer wraps (DDP, FSDP): trunk, chunked head and critic inside one forward."""
 
     def __init__(
-        self, model: nn.Module, *, backend: Backend = "segments", chunk: int = 1024, critic: Critic | None = None
+        self,
+        model: nn.Module,
+        *,
+        backend: Backend = "segments",
+        chunk: int = 1024,
+        critic: Critic | None = None,
+        native_kernels: bool = True,
     ) -> None:
         super().__init__()
         if chunk < 1:
             raise KvrlError(f"replay.logprob_chunk: {chunk} is below 1; give the tokens whose logits may exist at once")
         self.model = prepare(model)
         check_head(model)
-        self.backend, self.chunk, self.critic = backend, chunk, critic
+        self.backend, self.chunk, self.critic, self.native = backend, chunk, critic, native_kernels
 
     def forward(
         self, rollouts: Sequence[Rollout], *, view: View = "sparse", distill: Distillation | None = None
@@ -115,8 +122,7 @@ class Scorer(nn.Module):
         hidden = hidden_states(self.model, rollouts, view, self.backend)  # [N, T, E]
         targets = make_targets(rollouts, hidden.device, view)
         temperature = torch.tensor([r.temperature for r in rollouts], device=hidden.device)[targets.row]  # [P]
-        given = (targets.token, temperature, targets.support)
-        logps, entropy = self.in_chunks(partial(score_chunk, Head(self.model)), hidden[targets.at], *given)
+        logps, entropy = self.score(hidden[targets.at], targets, temperature)
         values = divergence = error = None
         seconds = 0.0
         if self.critic is not None:
@@ -126,7 +132,9 @@ class Scorer(nn.Module):
             student, teacher = distill.hidden_states(self.model, rollouts, view, hidden, self.backend)
             learns = student[targets.row, predictors(rollouts, distill.student).to(hidden.device)]
             teaches = teacher[targets.row, predictors(rollouts, distill.teacher).to(hidden.device)]
-            divergence, error = self.in_chunks(partial(distill.chunk, self.model), learns, teaches, *given[1:])
+            divergence, error = self.in_chunks(
+                partial(distill.chunk, self.model), learns, teaches, temperature, targets.support
+            )
             seconds = now(hidden.device) - start
         shape = (len(rollouts), max(len(r.completion_ids) for r in rollouts))
 
@@ -136,6 +144,17 @@ class Scorer(nn.Module):
 
         logps, entropy, values, divergence, error = map(spread, (logps, entropy, values, divergence, error))
         return Scored(logps, entropy, values, divergence, error, seconds)
+
+    def score(self, hidden: Tensor, targets: Targets, temperature: Tensor) -> tuple[Tensor, Tensor]:
+        """Log-probs, differentiable, and entropies of the targets [P] from the hidden states that predict them [P, E]."""
+        head = Head(self.model)
+        if self.native and targets.support is None and head.softcap is None and scorable(head.module, hidden):
+            return score_tokens(
+                head.module, hidden, targets.token, temperature * (head.divisor / head.scale), chunk=self.chunk,
+                banned=head.banned,
+            )  # fmt: skip
+        logps, entropy = self.in_chunks(partial(score_chunk, head), hidden, targets.token, temperature, targets.support)
+        return logps, entropy
 
     def in_chunks(self, func: Callable, first: Tensor, *more: Tensor | None) -> list[Tensor]:
         """func on slices of tensors [P, ...]: two results [P], differentiable.

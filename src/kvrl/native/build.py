@@ -72,7 +72,8 @@ def _key(source: Path, compiler: str) -> str:
 
 def _warn(reason: str) -> None:
     warnings.warn(
-        f"rollout.native_kernels: the compiled CPU kernel is not available ({reason}); decoding uses PyTorch's "
-        "attention, which is several times slower (set rollout.native_kernels to false to silence this)",
+        f"rollout.native_kernels: the compiled CPU kernel is not available ({reason}); PyTorch's "
+        "operations are used, which are several times slower (set rollout.native_kernels and replay.native_kernels to "
+        "false to silence this)",
         stacklevel=3,
     )

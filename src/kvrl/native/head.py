@@ -34,12 +34,12 @@ class PackedHead:
         flat = hidden.reshape(-1, self.k).contiguous()
         out = torch.empty(len(flat), self.n)
         assert self.library is not None and flat.dtype == torch.bfloat16
-        self.library.kvrl_head(*_arguments(flat, self.packed, out, len(flat), self.n, self.k))
+        self.library.kvrl_head(*arguments(flat, self.packed, out, len(flat), self.n, self.k))
         return out.view(*hidden.shape[:-1], self.n)
 
 
-def _arguments(*given: Tensor | int) -> list[ctypes._SimpleCData]:
-    """Pointers and sizes as C types, and the number of threads."""
+def arguments(*given: Tensor | int) -> list[ctypes._SimpleCData]:
+    """Pointers of contiguous tensors and sizes as C types, and the number of threads."""
     return [
         ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else ctypes.c_int64(x)
         for x in (*given, torch.get_num_threads())

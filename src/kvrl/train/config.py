@@ -100,6 +100,8 @@ class ReplaySettings(Section):
     """How the learner attends by lifetimes: equal in value. `mask` is the reference, `flex` needs CUDA."""
     logprob_chunk: int = Field(512, ge=1)
     """Positions whose logits exist at once when log-probs are computed."""
+    native_kernels: bool = True
+    """On a CPU, compute log-probs of bfloat16 models by a compiled kernel (needs g++)."""
 
 
 class TaskSettings(Section):

@@ -90,7 +90,8 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     if config.algorithm == "ppo":
         critic = Critic(model, own_model=config.ppo.critic == "model")
     scorer = Scorer(
-        model, backend=config.replay.backend, chunk=config.replay.logprob_chunk, critic=critic
+        model, backend=config.replay.backend, chunk=config.replay.logprob_chunk, critic=critic,
+        native_kernels=config.replay.native_kernels,
     ).train()  # fmt: skip
     optimizer = make_optimizer(model, config.train, None, critic, config.ppo.critic_learning_rate)
     scheduler = make_scheduler(optimizer, config.train, config.train.max_steps * config.updates)
