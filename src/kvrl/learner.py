@@ -146,7 +146,7 @@ class Scorer(nn.Module):
         return Scored(logps, entropy, values, divergence, error, seconds)
 
     def score(self, hidden: Tensor, targets: Targets, temperature: Tensor) -> tuple[Tensor, Tensor]:
-        """Log-probs, differentiable, and entropies of the targets [P] from the hidden states that predict them [P, E]."""
+        """Log-probs, differentiable, and entropies of the targets [P], from their predictors' hidden states [P, E]."""
         head = Head(self.model)
         if self.native and targets.support is None and head.softcap is None and scorable(head.module, hidden):
             return score_tokens(
