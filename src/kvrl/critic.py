@@ -26,8 +26,10 @@ class Critic(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, hidden: Tensor, rollouts: Sequence[Rollout], view: View, backend: Backend) -> Tensor:
+    def forward(
+        self, hidden: Tensor, rollouts: Sequence[Rollout], view: View, backend: Backend, *, native: bool = True
+    ) -> Tensor:
         """Values f32 [N, T]; hidden [N, T, E] are the policy's, in the same view."""
         if self.model is not None:
-            hidden = hidden_states(self.model, rollouts, view, backend)  # [N, T, E]
+            hidden = hidden_states(self.model, rollouts, view, backend, native=native)  # [N, T, E]
         return self.head(hidden.to(self.head.weight.dtype))[..., 0]

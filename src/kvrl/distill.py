@@ -9,6 +9,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -39,14 +40,22 @@ class Distillation:
         return "dense" if self.teacher == "sparse" else "sparse"
 
     def hidden_states(
-        self, model: nn.Module, rollouts: Sequence[Rollout], view: View, hidden: Tensor, backend: Backend
+        self,
+        model: nn.Module,
+        rollouts: Sequence[Rollout],
+        view: View,
+        hidden: Tensor,
+        backend: Backend,
+        *,
+        native: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """Of student and teacher, [N, T, E] each; `hidden` are the policy's under `view`, which are not made again."""
-        student = hidden if self.student == view else hidden_states(model, rollouts, self.student, backend)
+        states = partial(hidden_states, rollouts=rollouts, backend=backend, native=native)
+        student = hidden if self.student == view else states(model, view=self.student)
         if self.weights is None and self.teacher == view:
             return student, hidden.detach()
         with torch.no_grad(), self.taught_by(model) as teacher:
-            return student, hidden_states(teacher, rollouts, self.teacher, backend)
+            return student, states(teacher, view=self.teacher)
 
     def chunk(
         self,

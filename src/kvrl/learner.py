@@ -119,17 +119,19 @@ class Scorer(nn.Module):
         self, rollouts: Sequence[Rollout], *, view: View = "sparse", distill: Distillation | None = None
     ) -> Scored:
         """Everything that the objective needs of these rollouts, under a view; with `distill`, of both views."""
-        hidden = hidden_states(self.model, rollouts, view, self.backend)  # [N, T, E]
+        hidden = hidden_states(self.model, rollouts, view, self.backend, native=self.native)  # [N, T, E]
         targets = make_targets(rollouts, hidden.device, view)
         temperature = torch.tensor([r.temperature for r in rollouts], device=hidden.device)[targets.row]  # [P]
         logps, entropy = self.score(hidden[targets.at], targets, temperature)
         values = divergence = error = None
         seconds = 0.0
         if self.critic is not None:
-            values = self.critic(hidden, rollouts, view, self.backend)[targets.at]  # [P]
+            values = self.critic(hidden, rollouts, view, self.backend, native=self.native)[targets.at]  # [P]
         if distill is not None:
             start = now(hidden.device)
-            student, teacher = distill.hidden_states(self.model, rollouts, view, hidden, self.backend)
+            student, teacher = distill.hidden_states(
+                self.model, rollouts, view, hidden, self.backend, native=self.native
+            )
             learns = student[targets.row, predictors(rollouts, distill.student).to(hidden.device)]
             teaches = teacher[targets.row, predictors(rollouts, distill.teacher).to(hidden.device)]
             divergence, error = self.in_chunks(

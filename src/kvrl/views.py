@@ -19,8 +19,10 @@ from kvrl.sampler.types import Rollout
 View = Literal["sparse", "dense"]
 
 
-def hidden_states(model: nn.Module, rollouts: Sequence[Rollout], view: View, backend: Backend) -> Tensor:
-    """The trunk's last hidden states, [N, T, E], right-padded.
+def hidden_states(
+    model: nn.Module, rollouts: Sequence[Rollout], view: View, backend: Backend, *, native: bool = True
+) -> Tensor:
+    """The trunk's last hidden states, [N, T, E], right-padded; native: by compiled CPU kernels, where they are.
 
     Raises KvrlError for a trace that does not fit its tokens or the model, and beyond the model's length.
     """
@@ -44,7 +46,7 @@ def hidden_states(model: nn.Module, rollouts: Sequence[Rollout], view: View, bac
     ids, positions = ids.to(device), positions.to(device)
     traces = [r.trace for r in rollouts] if view == "sparse" else None
     context = ReplayContext(
-        traces, length, backend=backend, device=device, positions=positions if shared else None
+        traces, length, backend=backend, device=device, positions=positions if shared else None, native=native
     )  # fmt: skip
     trunk = decoder(model)
     return trunk(input_ids=ids, position_ids=positions, use_cache=False, kv=context).last_hidden_state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import pytest
@@ -105,7 +106,7 @@ def test_the_weights_gradient_is_summed_in_float32():
 @pytest.mark.parametrize("view", ["sparse", "dense"])
 def test_the_learner_scores_the_same_either_way(name, view):
     """gemma2 has a soft-cap, which the kernel does not know; granite and cohere2 a scale."""
-    lm = model(name).bfloat16()
+    lm = copy.deepcopy(model(name)).bfloat16()  # the model is shared by the tests
     rollouts = sample(lm, make_prompts([5, 9]), new=30)
     found = []
     for kernels in (True, False):

@@ -62,7 +62,9 @@ def one_lifetime(trace: KVTrace) -> Tensor:
     return table[trace.events[0, 0].long()]
 
 
-def attend_blocks(call: AttentionCall, blocks: Sequence[Block], positions: Tensor | None) -> Tensor:
+def attend_blocks(
+    call: AttentionCall, blocks: Sequence[Block], positions: Tensor | None, *, native: bool = True
+) -> Tensor:
     """Attention block by block: q [B, Hq, T, D] -> [B, Hq, T, D]; positions as in `attend_mask`."""
     batch, heads, length, _ = call.k.shape
     rows = length * torch.arange(batch * heads, device=call.k.device).view(
@@ -78,5 +80,5 @@ def attend_blocks(call: AttentionCall, blocks: Sequence[Block], positions: Tenso
             own = at[:, block.start - block.stop :]  # the block's tokens are its last keys
             visible = visible & (at[:, None] > own[:, :, None] - call.window)[:, None]
         q = call.q[:, :, block.start : block.stop]
-        out.append(attend_gathered(q, call.k, call.v, index, visible, **call.kernel()))
+        out.append(attend_gathered(q, call.k, call.v, index, visible, native=native, **call.kernel()))
     return torch.cat(out, dim=2)

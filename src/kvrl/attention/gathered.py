@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from kvrl.attention.kernels import attend
+from kvrl.native.gathered_attention import attend_gathered_native, known
 
 GATHERED_BYTES = 32 << 20
 """What the gathered keys (and as much again the values) of one part may take."""
@@ -24,15 +25,19 @@ def attend_gathered(
     scaling: float,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    native: bool = True,
 ) -> Tensor:
     """Attention of N segments of m queries, each over n entries of its own for each KV head.
 
-    q [N, Hq, m, D]; k and v [B, H, T, D]; index int32 [N, H, n], rows of k seen as [B * H * T, D]; visible bool
-    [1 or N, 1 or H, m, n]; s_aux [Hq]. Returns [N, Hq, m, D]. Gradients of entries that several segments read are
-    summed in fp32. Beside its inputs the backward pass keeps nothing.
+    q [N, Hq, m, D]; k and v [B, H, T, D]; index int32 [N, H, n], rows of k seen as [B * H * T, D], none of two heads;
+    visible bool [1 or N, 1 or H, m, n]; s_aux [Hq]; native: by a compiled kernel, where there is one. Returns
+    [N, Hq, m, D]. Gradients of entries that several segments read are summed in fp32. Nothing gathered is kept for
+    the backward pass.
     """
     if torch.is_autocast_enabled(q.device.type):  # as attention's products would be: the backward pass has no autocast
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
+    if native and softcap is None and s_aux is None and known(q, k):
+        return attend_gathered_native(q, k, v, index, visible, scaling)
     return _Gathered.apply(q, k, v, s_aux, index, visible, scaling, softcap)
 
 

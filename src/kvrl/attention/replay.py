@@ -26,7 +26,7 @@ class ReplayContext:
 
     traces: one for each row of the batch, or None for the dense view (nothing is evicted; the layers' own
     sliding windows stay). length: padded length T of the batch. positions: int64 [B, T], by which sliding windows
-    count; None: 0 to T - 1.
+    count; None: 0 to T - 1. native: `segments` by compiled CPU kernels, where they are.
     """
 
     def __init__(
@@ -37,12 +37,13 @@ class ReplayContext:
         backend: Backend = "segments",
         device: torch.device | str = "cpu",
         positions: Tensor | None = None,
+        native: bool = True,
     ) -> None:
         if backend not in get_args(Backend):
             raise KvrlError(f"replay.backend: {backend!r} is not one of {', '.join(get_args(Backend))}")
         if backend == "flex" and torch.device(device).type != "cuda":
             raise KvrlError("replay.backend: flex has no backward on CPU; use 'segments' (or 'mask', the reference)")
-        self.backend, self.length = backend, length
+        self.backend, self.length, self.native = backend, length, native
         self.evicted_at: Tensor | None = None
         self.plan: segments.Plan | None = None
         self.blocks: list[Block] | None = None
@@ -73,9 +74,9 @@ class ReplayContext:
         """
         self._check_window(call)
         if self.blocks is not None:
-            return attend_blocks(call, self.blocks, self.positions)
+            return attend_blocks(call, self.blocks, self.positions, native=self.native)
         if self.backend == "segments":
-            return segments.attend_segments(call, self.plan)
+            return segments.attend_segments(call, self.plan, native=self.native)
         lifetimes = None if self.evicted_at is None else self.evicted_at[call.layer]  # [B, H, T]
         if self.backend == "flex":
             return flex.attend_flex(call, lifetimes, self.positions)

@@ -80,7 +80,7 @@ def survivors(trace: KVTrace) -> Tensor:
     return out
 
 
-def attend_segments(call: AttentionCall, plan: Plan | None) -> Tensor:
+def attend_segments(call: AttentionCall, plan: Plan | None, *, native: bool = True) -> Tensor:
     """Attention of a batch under a plan, or the dense view without one: q [B, Hq, T, D] -> [B, Hq, T, D]."""
     capacity = call.q.shape[2] if plan is None else plan.capacity
     if call.window is not None and call.window <= capacity and call.window < call.q.shape[2]:
@@ -91,7 +91,7 @@ def attend_segments(call: AttentionCall, plan: Plan | None) -> Tensor:
         call.q[:, :, :capacity], call.k[:, :, :capacity], call.v[:, :, :capacity],
         _causal(call, capacity), **call.kernel(),
     )  # fmt: skip
-    return torch.cat([first, _later_segments(call, plan)], dim=2)
+    return torch.cat([first, _later_segments(call, plan, native)], dim=2)
 
 
 def _causal(call: AttentionCall, length: int) -> Tensor | None:
@@ -103,7 +103,7 @@ def _causal(call: AttentionCall, length: int) -> Tensor | None:
     return (k <= q) & (k > q - call.window)
 
 
-def _later_segments(call: AttentionCall, plan: Plan) -> Tensor:
+def _later_segments(call: AttentionCall, plan: Plan, native: bool) -> Tensor:
     """Attention of all queries after the first eviction, [B, Hq, T - capacity, D]."""
     batch, hq, length, d = call.q.shape
     heads, budget, buffer, capacity = call.k.shape[1], plan.budget, plan.buffer, plan.capacity
@@ -129,7 +129,9 @@ def _later_segments(call: AttentionCall, plan: Plan) -> Tensor:
         oldest = start[:, None] + row.T - call.window  # [count, buffer]
         inside = position[..., None, :] > oldest[:, None, :, None]  # [B, count, H, buffer, capacity]
         visible = visible & inside.flatten(0, 1)
-    out = attend_gathered(q, call.k, call.v, index, visible, **call.kernel())  # [B * count, Hq, buffer, D]
+    out = attend_gathered(
+        q, call.k, call.v, index, visible, native=native, **call.kernel()
+    )  # [B * count, Hq, buffer, D]
     out = out.view(batch, count, hq, buffer, d).transpose(1, 2).reshape(batch, hq, count * buffer, d)
     return out[:, :, : length - capacity]
 

@@ -85,6 +85,19 @@ inline void tile(const uint16_t*, const uint16_t*, int64_t, float*) {}
 constexpr bool BFLOAT16 = false;
 #endif
 
+// out [count, COLUMNS] = x [count, k] times one panel; count is 1 to ROWS.
+template <class T>
+inline void tiles(int count, const T* x, const T* panel, int64_t k, float* out) {
+    switch (count) {
+        case 1: return tile<1>(x, panel, k, out);
+        case 2: return tile<2>(x, panel, k, out);
+        case 3: return tile<3>(x, panel, k, out);
+        case 4: return tile<4>(x, panel, k, out);
+        case 5: return tile<5>(x, panel, k, out);
+        default: return tile<ROWS>(x, panel, k, out);
+    }
+}
+
 // Inside a parallel region, which shares the work: done(row, column, sums of 16 columns from there) for all of y.
 template <class T, class Done>
 void multiply(const T* x, const T* packed, int64_t m, int64_t n, int64_t k, Done done) {
@@ -97,15 +110,7 @@ void multiply(const T* x, const T* packed, int64_t m, int64_t n, int64_t k, Done
         float sums[ROWS * COLUMNS];
         while (row < end) {
             int count = int(end - row < ROWS ? end - row : ROWS);
-            const T* from = x + row * k;
-            switch (count) {
-                case 1: tile<1>(from, panel, k, sums); break;
-                case 2: tile<2>(from, panel, k, sums); break;
-                case 3: tile<3>(from, panel, k, sums); break;
-                case 4: tile<4>(from, panel, k, sums); break;
-                case 5: tile<5>(from, panel, k, sums); break;
-                default: tile<ROWS>(from, panel, k, sums);
-            }
+            tiles(count, x + row * k, panel, k, sums);
             for (int r = 0; r < count; r++)
                 for (int c = 0; c < COLUMNS && first + c < n; c += LANES)
                     done(row + r, first + c, load(sums + r * COLUMNS + c));

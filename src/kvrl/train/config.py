@@ -101,7 +101,7 @@ class ReplaySettings(Section):
     logprob_chunk: int = Field(512, ge=1)
     """Positions whose logits exist at once when log-probs are computed."""
     native_kernels: bool = True
-    """On a CPU, compute log-probs of bfloat16 models by a compiled kernel (needs g++)."""
+    """On a CPU, attention by segments and log-probs of bfloat16 models are compiled kernels (needs g++)."""
 
 
 class TaskSettings(Section):

@@ -1,0 +1,142 @@
+"""The compiled attention over gathered entries: values and gradients against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from helpers import gap
+from kvrl.attention import gathered
+from kvrl.attention.gathered import attend_gathered
+from kvrl.native import gathered_attention as native
+from kvrl.native.gathered_attention import known
+
+
+def make(blocks, hq, heads, m, n, d, batch, length, masks=(1, 1)):
+    """Blocks over random entries of a head's own rows; most entries visible, the first one always."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(blocks, hq, m, d, generator=g).bfloat16().requires_grad_()
+    k, v = (torch.randn(batch, heads, length, d, generator=g).bfloat16().requires_grad_() for _ in range(2))
+    row = torch.randint(batch, (blocks, 1, 1), generator=g) * heads + torch.arange(heads)[None, :, None]
+    index = (row * length + torch.randint(length, (blocks, heads, n), generator=g)).int()
+    visible = torch.rand(*masks, m, n, generator=g) < 0.7
+    visible[..., 0] = True
+    return q, k, v, index, visible, torch.randn(q.shape, generator=g).bfloat16()
+
+
+pytestmark = pytest.mark.skipif(not known(*make(1, 1, 1, 64, 8, 64, 1, 9)[:2]), reason="needs g++ and AVX512-BF16")
+
+
+def run(attend, q, k, v, *more, **kwargs):
+    """Output and gradients, in the leaves' type."""
+    grad = more[-1]
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, *more[:-1], **kwargs)
+    return [out.detach(), *torch.autograd.grad(out, leaves, grad.to(out.dtype))]
+
+
+def far(a, b):
+    return ((a.double() - b).norm() / b.norm()).item()
+
+
+SHAPES = [
+    (5, 4, 2, 20, 37, 64, 2, 50),  # rows and entries that do not fill a panel
+    (3, 2, 1, 33, 70, 128, 2, 90),  # two panels a head
+    (4, 3, 3, 64, 64, 64, 1, 99),  # no groups, full panels
+    (2, 6, 2, 11, 1, 64, 1, 5),  # a single entry
+]
+
+
+@pytest.mark.parametrize("masks", ["one", "each"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_values_and_gradients(monkeypatch, shape, masks):
+    monkeypatch.setattr(native, "PARTS_BYTES", 3 * 2 * 4 * shape[2] * shape[4] * shape[5])  # three blocks at once
+    given = make(*shape, masks=(1, 1) if masks == "one" else (shape[0], shape[2]))
+    assert known(*given[:2])
+    found = run(attend_gathered, *given, scaling=0.3)
+    exact = run(attend_gathered, *(x.double() for x in given[:3]), *given[3:], scaling=0.3)
+    for one, wanted in zip(found, exact, strict=True):
+        assert one.dtype == torch.bfloat16 and one.shape == wanted.shape
+        if shape[4] == 1 and not wanted.abs().max() > 1e-9:  # one entry: no gradient reaches query and key
+            assert one.abs().max() < 1e-2
+        else:
+            assert far(one, wanted) < 4e-3
+
+
+def test_is_no_farther_than_torchs_attention():
+    given = make(4, 9, 3, 128, 640, 64, 1, 2000)
+    exact = run(attend_gathered, *(x.double() for x in given[:3]), *given[3:], scaling=0.125)
+    ours, torchs = (run(attend_gathered, *given, scaling=0.125, native=kernels) for kernels in (True, False))
+    assert not torch.equal(ours[0], torchs[0])  # two computations
+    for one, other, wanted in zip(ours, torchs, exact, strict=True):
+        assert far(one, wanted) < 1.1 * far(other, wanted)
+
+
+def test_threads_and_parts_do_not_change_bits(monkeypatch):
+    given = make(7, 4, 2, 40, 50, 64, 2, 60)
+    whole = run(attend_gathered, *given, scaling=0.2)
+    monkeypatch.setattr(native, "PARTS_BYTES", 1)
+    torch.set_num_threads(3)
+    again = run(attend_gathered, *given, scaling=0.2)
+    torch.set_num_threads(1)
+    for one, other in zip(again, whole, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_hidden_entry_with_a_huge_logit_changes_nothing():
+    q, k, v, index, visible, grad = make(2, 2, 1, 32, 9, 64, 1, 30)
+    index[:, :, 8] = 29  # which no other entry is
+    index[:, :, :8] %= 29
+    visible[..., 8] = False
+    usual = run(attend_gathered, q, k, v, index, visible, grad, scaling=0.3)
+    with torch.no_grad():
+        k[0, 0, 29] = 3e4
+        v[0, 0, 29] = 3e4
+    hidden = run(attend_gathered, q, k, v, index, visible, grad, scaling=0.3)
+    for one, other in zip(hidden, usual, strict=True):
+        assert torch.equal(one, other)
+    assert not hidden[2][0, 0, 29].any() and not hidden[3][0, 0, 29].any()
+
+
+def test_what_is_not_a_number_stays_in_its_row():
+    q, k, v, index, visible, _ = make(1, 1, 1, 32, 9, 64, 1, 30)
+    with torch.no_grad():
+        q[0, 0, 3, 5] = torch.nan
+        out = attend_gathered(q, k, v, index, visible, scaling=0.3)
+    assert out.isnan().any(-1)[0, 0].nonzero()[:, 0].tolist() == [3]
+
+
+def test_gradients_are_summed_in_float32():
+    """An entry that 1,024 blocks read: a bfloat16 sum would stop growing at 256 shares."""
+    n = 1024
+    q = torch.zeros(n, 1, 32, 64, dtype=torch.bfloat16)
+    k, v = (torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
+    index = torch.zeros(n, 1, 1, dtype=torch.int32)
+    attend_gathered(
+        q, k, v, index, torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, 32, 1), scaling=1.0
+    ).sum().backward()
+    assert v.grad[0, 0, 0].tolist() == [32.0 * n] * 64 and not v.grad[0, 0, 1].any()
+
+
+def test_nothing_gathered_is_kept_for_the_backward_pass():
+    q, k, v, index, visible, _ = make(*SHAPES[0])
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        out = attend_gathered(q, k, v, index, visible, scaling=0.3)
+    assert kept == [x.shape for x in (q, k, v, index, visible, out)] + [q.shape[:3]]
+
+
+def test_what_is_known():
+    q, k, *_ = make(1, 4, 2, 16, 8, 64, 1, 9)
+    assert known(q, k)  # 2 query heads a group x 16 queries
+    assert not known(q[:, :, :15], k) and not known(q.float(), k.float()) and not known(q[..., :32], k[..., :32])
+
+
+@pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (None, True)])
+def test_soft_caps_and_sinks_take_the_general_path(monkeypatch, softcap, sinks):
+    q, k, v, index, visible, _ = make(*SHAPES[0])
+    s_aux = torch.ones(4) if sinks else None
+    monkeypatch.setattr(gathered, "attend_gathered_native", None)  # would fail
+    out = attend_gathered(q, k, v, index, visible, scaling=0.3, softcap=softcap, s_aux=s_aux)
+    plain = attend_gathered(q, k, v, index, visible, scaling=0.3, softcap=softcap, s_aux=s_aux, native=False)
+    assert gap(out, plain) == 0.0
