@@ -3,8 +3,9 @@
 // A task is one slot of one KV head: what it computes depends on its own inputs alone, in a fixed order.
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
-#include "vectors.h"
+#include "gemm.h"
 
 // entries: `slots` blocks of [capacity, width] bytes at base + offset[slot]; kept int64 [slots, budget], ascending.
 // Entry kept[i] goes to place i. As kept[i] >= i, nothing is overwritten before it was read.
@@ -20,55 +21,69 @@ extern "C" void kvrl_keep(char* base, const int64_t* offset, const int64_t* kept
     }
 }
 
+namespace {
+
+// The largest j below `end` with dots[j] > threshold that may go and is not `self`, or -1; dots is at column `first`.
+inline int64_t newest(const float* dots, const uint8_t* may_go, int64_t first, int64_t end, int64_t self,
+                      float threshold) {
+    for (int64_t at = (end - first - 1) / LANES * LANES; at >= 0; at -= LANES) {
+        Ints above = load(dots + at) > threshold;
+        uint32_t bits = 0;
+        for (int i = 0; i < LANES; i++) bits |= uint32_t(above[i] & 1) << i;
+        while (bits) {
+            int i = 31 - __builtin_clz(bits);
+            int64_t j = first + at + i;
+            if (j < end && j != self && may_go[j]) return j;
+            bits &= ~(1u << i);
+        }
+    }
+    return -1;
+}
+
+}  // namespace
+
 // For each row i of unit [slots, n, dim]: the newest j != i with unit_i . unit_j > threshold, both candidates. What such
-// a pair scores is added to repeated[j], rows in order. dim is a multiple of LANES.
+// a pair scores is added to repeated[j], rows in order.
 extern "C" void kvrl_newest_similar(const float* unit, const uint8_t* candidate, float threshold, float* repeated,
                                     int64_t slots, int64_t n, int64_t dim, int64_t threads) {
-    constexpr int ROWS = 4;
-#pragma omp parallel for num_threads(int(threads)) schedule(dynamic, 1)
-    for (int64_t slot = 0; slot < slots; slot++) {
-        const float* keys = unit + slot * n * dim;
-        const uint8_t* may_go = candidate + slot * n;
-        float* out = repeated + slot * n;
-        std::memset(out, 0, n * sizeof(float));
-        for (int64_t first = 0; first < n; first += ROWS) {
-            int rows = n - first < ROWS ? int(n - first) : ROWS;
-            int64_t found[ROWS];
-            float value[ROWS];
-            int open = 0;
-            for (int r = 0; r < ROWS; r++) {
-                found[r] = -1;
-                bool real = r < rows && may_go[first + r];
-                if (!real) found[r] = n;  // nothing to look for
-                open += real;
-            }
-            for (int64_t end = n; end > 0 && open; end -= LANES) {
-                int64_t start = end < LANES ? 0 : end - LANES;
-                int width = int(end - start);
-                Vec part[ROWS][LANES] = {};
-                for (int j = 0; j < width; j++) {
-                    const float* key = keys + (start + j) * dim;
-                    Vec acc[ROWS] = {};
-                    for (int64_t d = 0; d < dim; d += LANES) {
-                        Vec x = load(key + d);
-                        for (int r = 0; r < rows; r++) acc[r] += x * load(keys + (first + r) * dim + d);
-                    }
-                    for (int r = 0; r < rows; r++) part[r][j] = acc[r];
-                }
+#pragma omp parallel num_threads(int(threads))
+    {
+        int64_t panels = (n + COLUMNS - 1) / COLUMNS;
+        std::vector<float> packed(panels * COLUMNS * dim);
+        float dots[ROWS * COLUMNS];
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t slot = 0; slot < slots; slot++) {
+            const float* keys = unit + slot * n * dim;
+            const uint8_t* may_go = candidate + slot * n;
+            float* out = repeated + slot * n;
+            std::memset(out, 0, n * sizeof(float));
+            int64_t ready = panels;  // packed from here on: often the newest are enough
+            for (int64_t first = 0; first < n; first += ROWS) {
+                int rows = int(n - first < ROWS ? n - first : ROWS), open = 0;
+                int64_t found[ROWS];
+                float value[ROWS];
                 for (int r = 0; r < rows; r++) {
-                    if (found[r] >= 0) continue;
-                    Vec dots = sums(part[r]);
-                    for (int j = width - 1; j >= 0; j--)
-                        if (dots[j] > threshold && may_go[start + j] && start + j != first + r) {
-                            found[r] = start + j;
-                            value[r] = dots[j];
-                            open--;
-                            break;
-                        }
+                    found[r] = may_go[first + r] ? -1 : n;  // n: nothing to look for
+                    open += may_go[first + r];
                 }
+                for (int64_t panel = panels - 1; panel >= 0 && open; panel--) {  // from the newest
+                    int64_t start = panel * COLUMNS, end = start + COLUMNS < n ? start + COLUMNS : n;
+                    for (; ready > panel; ready--)
+                        for (int64_t c = start; c < end; c++)
+                            for (int64_t d = 0; d < dim; d++)
+                                packed[start * dim + d * COLUMNS + c - start] = keys[c * dim + d];
+                    tiles(rows, keys + first * dim, packed.data() + start * dim, dim, dots);
+                    for (int r = 0; r < rows; r++) {
+                        if (found[r] >= 0) continue;
+                        found[r] = newest(dots + r * COLUMNS, may_go, start, end, first + r, threshold);
+                        if (found[r] < 0) continue;
+                        value[r] = dots[r * COLUMNS + found[r] - start];
+                        open--;
+                    }
+                }
+                for (int r = 0; r < rows; r++)
+                    if (found[r] >= 0 && found[r] < n) out[found[r]] += value[r];
             }
-            for (int r = 0; r < rows; r++)
-                if (found[r] >= 0 && found[r] < n) out[found[r]] += value[r];
         }
     }
 }

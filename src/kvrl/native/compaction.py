@@ -35,7 +35,7 @@ def keep(entries: Tensor, rows: Tensor, kept: Tensor) -> None:
 def newest_similar(unit: Tensor, candidate: Tensor, threshold: float) -> Tensor:
     """For each key the sum of its products with the rows whose newest similar key it is: f32 [N, H, n].
 
-    unit f32 [N, H, n, D], D a multiple of 16; candidate bool [N, H, n]: only pairs of these are looked at. A row's
+    unit f32 [N, H, n, D]; candidate bool [N, H, n]: only pairs of these are looked at. A row's
     newest similar key is the last one, itself left out, whose product with it is above the threshold.
     """
     library = load("compaction")
