@@ -7,6 +7,7 @@ import argparse
 import pytest
 
 from helpers import cache, model
+from kvrl.attention.probe import prepare
 from kvrl.bench.cases import Case, Point, make_cases, points_of
 from kvrl.bench.rollout import most_slots, slots_within
 from kvrl.bench.settings import Settings
@@ -31,7 +32,7 @@ def test_slots_in_bytes_by_hand():
 
 
 def test_slots_of_a_model_fit_and_the_next_do_not():
-    lm = model()
+    lm = prepare(model())
     config, bytes_of = lm.config, lm.dtype.itemsize
     slot = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 32 * bytes_of  # 24 + 8 entries
     assert slots_within(lm, cache(), 9 * slot, 100) == 8
@@ -42,8 +43,9 @@ def test_points_at_equal_memory():
     s = settings("rollout")
     case = make_cases(s)["equal memory"]
     own = points_of(case, "kvrl", s, 144, TOKEN)
-    assert [p.context for p in own] == [64, 512, 1000, 2000, 4000, 6000, 8000]
+    assert [p.context for p in own] == [64, 384, 640, 1000, 2000, 4000, 6000, 8000]
     assert {(p.sequences, p.steps, p.repeats) for p in own} == {(144, 128, 3)}
+    assert [p.context for p in own if p.evicting] == [640, 1000, 2000, 4000, 6000, 8000]
     dense = points_of(case, "vllm", s, 144, TOKEN)
     assert [p.context for p in dense] == [64, 1000, 2000, 4000, 6000, 8000]
     assert {(p.sequences, p.steps) for p in dense} == {(11, 16)}
@@ -81,6 +83,24 @@ def test_a_runs_speed_by_hand():
     speeds = {first: 100.0, second: 100 / 3}
     assert case.seconds([first, second], speeds, 60) == pytest.approx(50 * 0.015)
     assert case.speed([first, second], speeds) == pytest.approx(50.0)
+
+
+def test_compaction_begins_where_the_slots_are_full():
+    # 10 ms a token at 10 and 14 ms at 50 (so 15 ms at 60), then 20 ms from 60 on: 50 x 12.5 ms and 40 x 20 ms
+    case = Case("c", 10, 100, (8, 90), 4, {})
+    points = [Point(4, 8, 4, 1), Point(4, 48, 4, 1), Point(4, 60, 4, 1, True), Point(4, 90, 4, 1, True)]
+    speeds = dict(zip(points, (100.0, 1000 / 14, 50.0, 50.0), strict=True))
+    assert case.seconds(points, speeds, 100) == pytest.approx(50 * 0.0125 + 40 * 0.02)
+    assert case.seconds(points, speeds, 60) == pytest.approx(50 * 0.0125)
+    assert case.seconds(points[2:], speeds, 100) == pytest.approx(90 * 0.02)  # full from the start
+
+
+def test_what_is_measured_before_a_slot_is_full_holds_no_compaction():
+    s = settings("rollout", "--contexts", "64,600,639,640")
+    own = points_of(make_cases(s)["equal memory"], "kvrl", s, 144, TOKEN)
+    assert [(p.context, p.steps, p.evicting) for p in own] == [
+        (64, 128, False), (384, 128, False), (600, 38, False), (640, 128, True)
+    ]  # fmt: skip
 
 
 def test_defaults_of_each_benchmark():

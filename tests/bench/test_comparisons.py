@@ -66,19 +66,19 @@ def test_exponents():
 
 def test_flatness_and_roofline():
     def decoded(context: int, speed: float, share: float) -> tuple[Point, DecodeSpeed]:
-        return Point(8, context, 128, 3), DecodeSpeed(8, context, 576, speed, 0.1, 0.05, share, 1)
+        return Point(8, context, 128, 3, context >= 640), DecodeSpeed(8, context, 576, speed, 0.1, 0.05, share, 1)
 
     measured = dict(
-        [decoded(64, 999.0, 0.9), decoded(640, 200.0, 0.8), decoded(2000, 250.0, 0.7), decoded(8000, 190.0, 0.5)]
+        [decoded(64, 999.0, 0.9), decoded(640, 999.0, 0.8), decoded(1000, 200.0, 0.7), decoded(8000, 190.0, 0.5)]
     )
     result = Result(S, {})
     own_figures(result, list(measured), measured)
     assert values(result) == {
         "decode step over the roofline, 8 sequences at 8,000": pytest.approx(2.0),
-        "tokens/s at 8,000 over tokens/s at 640": pytest.approx(0.95),
+        "tokens/s at 8,000 over tokens/s at 1,000": pytest.approx(0.95),
     }
     assert [f.verdict for f in result.figures] == ["MISSED", "ok"]
-    result = Result(replace(S, budget=4000), {})
+    result = Result(replace(S, contexts=(64, 8000)), {})
     own_figures(result, list(measured), measured)
     assert not result.figures and "flatness needs" in result.notes[0]
 

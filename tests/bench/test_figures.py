@@ -11,7 +11,6 @@ from kvrl.bench.figures import (
     dense_sequences,
     fitted_exponent,
     integrated_seconds,
-    integrated_speed,
     ratio,
 )
 
@@ -21,7 +20,6 @@ def test_linear_cost_is_integrated_exactly_and_beyond_the_points():
     points = [(c, 1 / (2 + 3 * c)) for c in (1.0, 2.5, 7.0)]
     for a, b in ((1.0, 7.0), (2.0, 3.0), (0.5, 9.0), (0.0, 0.5), (8.0, 10.0)):
         assert integrated_seconds(points, a, b) == pytest.approx(2 * (b - a) + 1.5 * (b * b - a * a))
-    assert integrated_speed(points, 1.0, 7.0) == pytest.approx(6 / (12 + 72))
 
 
 def test_cost_with_a_bend():
@@ -33,7 +31,6 @@ def test_cost_with_a_bend():
 
 def test_one_point_is_a_constant_speed():
     assert integrated_seconds([(5.0, 20.0)], 0.0, 100.0) == pytest.approx(5)
-    assert integrated_speed([(5.0, 20.0)], 3.0, 4.0) == pytest.approx(20)
 
 
 @pytest.mark.parametrize("power", [1.0, 1.7, 2.0])

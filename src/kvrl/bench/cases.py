@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvrl.bench.figures import dense_sequences, integrated_seconds, integrated_speed
+from kvrl.bench.figures import dense_sequences, integrated_seconds
 from kvrl.bench.settings import Settings
 
 MAX_SEQUENCES = 256  # of a full-cache peer, however short its context: vLLM's own default
@@ -19,6 +19,8 @@ class Point:
     context: int
     steps: int
     repeats: int
+    evicting: bool = False
+    """Whether its sequences fill their slots, so that `steps` hold a compaction each."""
 
     @property
     def middle(self) -> float:
@@ -57,11 +59,14 @@ class Case:
         """Tokens per second over the whole run."""
         if self.full:
             return speeds[points[0]]
-        return integrated_speed([(p.middle, speeds[p]) for p in points], self.start, self.end)
+        return self.new_tokens / self.seconds(points, speeds, self.end)
 
     def seconds(self, points: list[Point], speeds: Speeds, end: int) -> float:
-        """Time for each sequence's tokens up to `end`, as `integrated_seconds` has it."""
-        return integrated_seconds([(p.middle, speeds[p]) for p in points], self.start, end)
+        """Time for each sequence's tokens up to `end`: `integrated_seconds` before the slots are full and after."""
+        parts = {flag: [(p.middle, speeds[p]) for p in points if p.evicting is flag] for flag in (False, True)}
+        full = min((p.context for p in points if p.evicting), default=end) if parts[False] else self.start
+        stops = {False: (self.start, min(full, end)), True: (max(full, self.start), end)}
+        return sum(integrated_seconds(parts[flag], a, b) for flag, (a, b) in stops.items() if a < b)
 
 
 def make_cases(s: Settings) -> dict[str, Case]:
@@ -90,9 +95,12 @@ def points_of(case: Case, who: str, s: Settings, slots: int, token_bytes: int) -
         assert case.sequences is not None
         return [Point(case.sequences, case.start, case.new_tokens, 1)]
     if who == "kvrl":
-        # The time of a token grows up to the budget and is level from there: a point at the bend
-        contexts = sorted({*case.contexts, *([s.budget] if case.start < s.budget < case.end else [])})
-        return [Point(case.sequences or slots, c, s.buffer, s.repeats) for c in contexts]
+        # Compaction begins all at once where a slot is full: a point there, and one that ends before
+        capacity = s.budget + s.buffer
+        ends = {max(case.start, s.budget - s.buffer), capacity} if case.start < capacity < case.end else set()
+        n = case.sequences or slots
+        room = {c: s.buffer if c >= capacity else min(s.buffer, capacity - c - 2) for c in {*case.contexts, *ends}}
+        return [Point(n, c, room[c], s.repeats, c >= capacity) for c in sorted(room) if room[c] > 0]
     if who == "kvpress":  # its cache, too, is between budget and budget + buffer whatever the context
         return [Point(case.sequences or slots, s.budget, s.buffer, s.repeats)]
     out = []

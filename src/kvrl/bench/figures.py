@@ -46,11 +46,6 @@ def integrated_seconds(points: Sequence[tuple[float, float]], start: float, end:
     return sum((b - a) * (x + y) / 2 for a, b, x, y in zip(edges, edges[1:], at, at[1:], strict=False))
 
 
-def integrated_speed(points: Sequence[tuple[float, float]], start: float, end: float) -> float:
-    """Tokens per second over a run from context `start` to `end`: (end - start) / the integral of 1 / speed."""
-    return (end - start) / integrated_seconds(points, start, end)
-
-
 def _linear(points: Sequence[tuple[float, float]], x: float) -> float:
     """Piecewise linear through the points, and on beyond them; constant through a single one."""
     if len(points) == 1:

@@ -133,7 +133,7 @@ def compare(
 def own_figures(result: Result, points: list[Point], decoded: dict[Point, DecodeSpeed]) -> None:
     """kvrl's step against the roofline, and its speed at the longest context against that where evictions begin."""
     s = result.settings
-    level = [decoded[p] for p in points if p.context >= s.budget + s.buffer]
+    level = [decoded[p] for p in points if p.evicting and p.context in s.contexts]
     if len(level) < 2:
         result.notes.append(
             f"--contexts: flatness needs two lengths of at least budget + buffer ({s.budget + s.buffer})"
