@@ -18,6 +18,10 @@ POLICY = "rkv"
 """Policy of a model that comes from no run."""
 
 
+TEACHER = "teacher"
+"""In a run's folder, where a separate student was taught: the uncompressed policy."""
+
+
 def run_of(model: str) -> dict[str, Any] | None:
     """The configuration beside a model's folder, if it is one of a kvrl run or checkpoint."""
     file = Path(model).expanduser().resolve().parent / "config.json"
@@ -28,6 +32,12 @@ def run_of(model: str) -> dict[str, Any] | None:
     except ValueError:
         return None  # some other program's file
     return found if isinstance(found, dict) and {"method", "cache", "sampling", "task"} <= found.keys() else None
+
+
+def teacher_of(model: str) -> str | None:
+    """The uncompressed policy beside a separate student of a run; None where one model is both."""
+    folder = Path(model).expanduser().resolve().parent / TEACHER
+    return str(folder) if run_of(model) is not None and folder.is_dir() else None
 
 
 def settings_of(args: argparse.Namespace) -> tuple[CacheConfig, SamplingConfig, str | None]:
