@@ -12,14 +12,11 @@ from pydantic import ValidationError
 from kvrl.cache.config import CacheConfig
 from kvrl.errors import KvrlError
 from kvrl.sampler.config import SamplingConfig
+from kvrl.train.checkpoint import TEACHER
 from kvrl.train.config_file import explain
 
 POLICY = "rkv"
 """Policy of a model that comes from no run."""
-
-
-TEACHER = "teacher"
-"""In a run's folder, where a separate student was taught: the uncompressed policy."""
 
 
 def run_of(model: str) -> dict[str, Any] | None:

@@ -104,7 +104,7 @@ class Tried:
 def run_study(args: argparse.Namespace) -> None:
     """`kvrl study`: run what is missing, then write study.json, table.md and plot.png to the study's folder."""
     from kvrl.eval.study_report import insert, write_study
-    from kvrl.train.trainer import make_output_dir
+    from kvrl.train.output import make_output_dir
 
     runners = []
     for path in map(Path, args.studies):
