@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
+import torch
 
 import beacon_models
 import helpers
 import kvrl
 from kvrl.cache.trace import occupancy
+from kvrl.eval.same_text import by_position, negative_logprob, newest
 from kvrl.eval.sizes import auac, entries, matching, mean_held, mean_held_until, within
 
 DENSE = kvrl.CacheConfig(policy="dense")
@@ -58,3 +62,33 @@ def test_area_under_the_curve():
     assert auac([(12, 0.2), (18, 0.8)], 10, 20) == pytest.approx((2 * 0.2 + 6 * 0.5 + 2 * 0.8) / 10)  # level outside
     assert auac([(0, 0.0), (40, 1.0)], 10, 20) == pytest.approx(15 / 40)  # cut to the range
     assert auac([(10, 0.5)], 10, 10) is None
+
+
+@pytest.mark.parametrize(("sinks", "buffer"), [(0, 1), (3, 1), (2, 4)])
+def test_newest_entries_are_those_that_the_policy_keeps(sinks, buffer):
+    """A full-cache rollout gets the trace that the policy's own rollout of the same length has."""
+    cache = kvrl.CacheConfig(policy="streaming", budget=12, buffer=buffer, window=0, sinks=sinks)
+    lm, prompts = beacon_models.model(), beacon_models.make_prompts()
+    for full, made in zip(helpers.sample(lm, prompts, DENSE), helpers.sample(lm, prompts, cache), strict=True):
+        assert full.num_tokens == made.num_tokens
+        ours = newest(full, cache).trace.validate()
+        assert torch.equal(ours.events, made.trace.events) and ours.budget == 12 and ours.buffer == buffer
+        assert torch.equal(ours.evicted_at_event, made.trace.evicted_at_event)
+
+
+def test_the_prompt_stays_where_it_is_protected():
+    cache = kvrl.CacheConfig(policy="streaming", budget=50, buffer=1, sinks=0, protect_prompt=True)
+    full = helpers.sample(beacon_models.model(), beacon_models.make_prompts([42]), DENSE)[0]
+    assert (newest(full, cache).trace.events[0, 0, :42] == -1).all() and newest(full, cache).trace.num_events > 0
+
+
+def test_negative_logprobs_of_one_text():
+    """Uncompressed: the sampler's own. A window that evicts changes it, one that does not leaves it."""
+    lm = beacon_models.model()
+    full = helpers.sample(lm, beacon_models.make_prompts(), DENSE)
+    own = -torch.cat([r.logprobs for r in full]).mean()
+    tight, loose = (kvrl.CacheConfig(policy="recent", budget=b, buffer=1) for b in (8, 200))
+    found = [negative_logprob(lm, full, partial(newest, cache=cache)) for cache in (loose, tight)]
+    assert found[0] == pytest.approx(float(own), abs=1e-5) == negative_logprob(lm, full, lambda r: r)
+    assert abs(found[1] - float(own)) > 1e-3
+    assert by_position(tight) and not by_position(kvrl.CacheConfig(policy="tova"))

@@ -14,10 +14,12 @@ from typing import Any
 from torch import nn
 
 from kvrl.beacons.config import beacons_for
+from kvrl.beacons.insert import insert
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import check_budget, make_policy
 from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import decode, rewards_of
+from kvrl.eval.same_text import by_position, negative_logprob, newest
 from kvrl.eval.sizes import auac, entries, matching, mean_held, mean_held_until, within
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.request import Progress
@@ -64,6 +66,8 @@ class Curve:
     """Entries that may be held at most."""
     memory: dict[str, list[Cell | None]] = field(default_factory=dict)
     """decoding -> a cell for each limit; None where a policy cannot keep what must stay."""
+    text: dict[str, float] = field(default_factory=dict)
+    """decoding -> nats a token of the uncompressed model's completions; only policies that go by position have one."""
 
     def auac(self) -> dict[str, float | None]:
         """Each method's area under its curve over the first method's sizes; None if that has one size alone."""
@@ -90,6 +94,7 @@ class Curve:
                     for name, cells in self.memory.items()
                 },
             },
+            "text": self.text,
         }
 
 
@@ -166,13 +171,16 @@ def measure(
     full, whole = decoder(teacher, CacheConfig(policy="dense"), "full")
     methods: dict[str, list[Point]] = {}
     made: dict[str, list[Rollout]] = {}
+    text = {UNCOMPRESSED: negative_logprob(teacher, whole, lambda r: r)}
     for name, models in beacons.items():
         points = []
         for model, cache in models:
-            for c in beacons_for(cache, model).every:
+            own = beacons_for(cache, model)
+            for c in own.every:
                 point, rollouts = decoder(model, cache.at_budget(f"c={c}"), f"c={c}")
                 points.append(point)
                 made[f"{name} c={c}"] = rollouts
+                text[f"{name} c={c}"] = negative_logprob(model, whole, partial(insert, beacons=own.plan(c)))
         methods[name] = points
     first = next(iter(beacons))
     sizes = [(p.held_entries, made[f"{first} {p.decoding}"]) for p in methods[first]]
@@ -180,6 +188,10 @@ def measure(
     for name, cache in baselines.items():
         fixed = [at_size(cache, size, like, decoder.prompts) for size, like in sizes]
         methods[name] = [decoder(teacher, one, f"budget {one.budget}")[0] for one in fixed]
+        if by_position(cache):
+            text |= {
+                f"{name} {one.budget}": negative_logprob(teacher, whole, partial(newest, cache=one)) for one in fixed
+            }
     longest = max(len(r.fed.ids) for r in whole)
     found = [matching(size, partial(mean_held_until, whole), longest) for size, _ in sizes]
     methods[TRUNCATED] = [decoder.truncated(whole, limit) for limit in found]
@@ -195,6 +207,7 @@ def measure(
         {name: [retaining(p, full.accuracy) for p in by_size(points)] for name, points in methods.items()},
         limits,
         memory,
+        text,
     )
 
 

@@ -78,6 +78,7 @@ def run_curve(args: argparse.Namespace) -> None:
         console = widened(Console())
         console.print(curve_table(curve, heading))
         console.print(memory_table(curve))
+        console.print(text_table(curve))
 
 
 def baseline(name: str, held: dict[str, Any]) -> CacheConfig:
@@ -187,4 +188,14 @@ def memory_table(curve: Curve) -> Table:
         table.add_column(str(limit), justify="right")
     for name, row in curve.memory.items():
         table.add_row(name, *("-" if c is None else f"{c.accuracy:.3f} ({c.tokens:.0f})" for c in row))
+    return table
+
+
+def text_table(curve: Curve) -> Table:
+    """Negative log-prob of one text under each decoding that has a trace without sampling."""
+    table = Table(title="the uncompressed model's completions under each cache: -log-prob, nats a token")
+    table.add_column("decoding")
+    table.add_column("nats", justify="right")
+    for name, value in curve.text.items():
+        table.add_row(name, f"{value:.4f}")
     return table
