@@ -12,12 +12,15 @@ import pytest
 import yaml
 from rich.console import Console
 
+from kvrl.beacons.config import beacons_of
+from kvrl.beacons.model import NAME
 from kvrl.cli import main
 from kvrl.errors import KvrlError
 from kvrl.eval import study_report
 from kvrl.eval.curve_report import curve_tables
 from kvrl.eval.interval import interval, shown
 from kvrl.eval.study import Outcome, Runner, Study, prepare_report
+from kvrl.train.setup import load_model
 from runs import make_config
 
 
@@ -139,6 +142,15 @@ def test_beacons_may_have_several_windows(tmp_path):
     runner(tmp_path, overrides=FIELDS).check()
     with pytest.raises(KvrlError, match="eval.budgets: .'full'. with eval.n 2 is not one compressed budget and full"):
         runner(tmp_path, overrides={**FIELDS, "eval.budgets": ["full"]}).check()
+
+
+def test_a_start_has_no_beacon_as_runs_differ_in_theirs(tmp_path):
+    made = runner(tmp_path, overrides=FIELDS, variants={"a": {}, "b": {"overrides": {"cache.params": {"every": 3}}}})
+    made.start(0)
+    config = made.config("b", {}, 0)
+    model, tokenizer = load_model(config.model.path, "float32")
+    assert beacons_of(model) is None and NAME not in tokenizer.get_vocab()
+    assert config.model.path == made.config("a", {}, 0).model.path
 
 
 def test_a_curve_is_measured_once_and_again_after_another_training(tmp_path, monkeypatch):
