@@ -51,7 +51,7 @@ def error_of(capsys, *argv: str) -> str:
     (["--cache.params", "{every: 2, positions: shared}", "--model.path", "{root}/trained"],
      "cache.params.positions: shared is not the sequence that the model was trained with"),
     (["--cache.params", "{}"], "cache.params.every: is missing"),
-    (["--breadcrumbs.student", "apart"], "breadcrumbs.student: 'apart' is not one of"),
+    (["--breadcrumbs.student", "apart"], "breadcrumbs.student: apart is not one of 'same' or 'separate'"),
 ])  # fmt: skip
 def test_in_training(folder, capsys, flags, message):
     flags = [flag.replace("{root}", str(folder)) for flag in flags]

@@ -40,5 +40,7 @@ def plot(path: Path, curve: Curve, heading: str) -> None:
         axes.legend(fontsize=7, loc="best")
     figure.suptitle(heading, fontsize=10)
     figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
+    try:
+        figure.savefig(path)
+    finally:
+        plt.close(figure)
