@@ -7,7 +7,7 @@ beacons of every c tokens hold as many entries on average (`sizes.matching`). Th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -217,7 +217,7 @@ def by_size(points: list[Point]) -> list[Point]:
 
 def retaining(point: Point, full: float) -> Point:
     """The point with its share of the uncompressed accuracy."""
-    return Point(**{**asdict(point), "retained": point.accuracy / full if full else None})
+    return replace(point, retained=point.accuracy / full if full else None)
 
 
 def at_size(cache: CacheConfig, size: float, like: Sequence[Rollout], prompts: Sequence[Sequence[int]]) -> CacheConfig:

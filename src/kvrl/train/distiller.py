@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvrl.clock import now
-from kvrl.distill import Distillation
+from kvrl.distill import Distillation, Weights
 from kvrl.learner import Scored
 from kvrl.objectives.distill import controlled_weight, warmup
 from kvrl.objectives.losses import Metrics, total
@@ -57,8 +58,9 @@ class Distiller:
         self.gradients: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})  # of objective and term, by parameter
         self.average = Average(model, settings.average_decay) if settings.teacher_weights == "average" else None
         source = start if settings.teacher_weights == "start" else self.average
-        weights = (lambda: contextlib.nullcontext(model)) if apart else None
-        weights = weights if source is None else source.active
+        weights: Weights | None = None if source is None else source.active
+        if apart and weights is None:
+            weights = partial(contextlib.nullcontext, model)
         self.distillation = Distillation(settings.teacher, settings.kl, settings.top_k, weights)
 
     def lesson(self, scored: Scored, rollouts: Sequence[Rollout], pupil: Any) -> tuple[Scored, float]:
