@@ -119,6 +119,9 @@ def test_further_models():
     assert items(distill={"weight": 0.1, "teacher_weights": "start"})["reference"] == weights
     assert items(distill={"weight": 0.1, "teacher_weights": "average"})["averaged teacher"] == 2 * weights  # fp32 twice
     assert set(items(distill={"weight": 0.1})) == {"weights", "optimiser"}
+    beacons = {"method": "breadcrumbs", "cache": {"policy": "beacon", "params": {"every": 2}}}
+    alone, beside = (items(**beacons, breadcrumbs={"student": kind}) for kind in ("same", "separate"))
+    assert beside == {**alone, "student": alone["weights"], "optimiser": 2 * alone["optimiser"]}
 
 
 def test_rows_of_the_largest_micro_batch():

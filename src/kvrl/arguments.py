@@ -41,6 +41,11 @@ def parse_methods(text: str) -> list[str]:
     return names
 
 
+def parse_names(text: str) -> list[str]:
+    """`tova,streaming` as `["tova", "streaming"]`, each once."""
+    return list(dict.fromkeys(part for part in text.split(",") if part))
+
+
 def positive(text: str) -> int:
     """A whole number of at least 1."""
     return _integer(text, 1)

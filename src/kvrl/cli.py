@@ -23,6 +23,7 @@ from kvrl.arguments import (
     parse_bytes,
     parse_lengths,
     parse_methods,
+    parse_names,
     positive,
     yaml_mapping,
 )
@@ -192,7 +193,25 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     text = "sequences decoded at once (default: at most 128)"
     parser.add_argument("--slots", type=positive, default=None, help=text)
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model")
+    _add_curve(parser)
     _add_common(parser)
+
+
+def _add_curve(parser: argparse.ArgumentParser) -> None:
+    curve = parser.add_argument_group("accuracy against cache size")
+    text = "beacons at each window beside policies at matching sizes: a curve of each, and accuracies at a fixed memory"
+    curve.add_argument("--curve", action="store_true", help=text)
+    text = "the uncompressed policy, on which the baselines run (default: MODEL, or its run's teacher)"
+    curve.add_argument("--teacher", default=None, metavar="FOLDER", help=text)
+    text = "further models with beacons; those of one name are one curve"
+    curve.add_argument("--others", nargs="+", default=None, metavar="NAME=FOLDER", help=text)
+    text = "policies to compare with, one entry evicted at a time unless --buffer says otherwise (default "
+    text += "tova,streaming,rkv,snapkv)"
+    curve.add_argument("--baselines", type=parse_names, default=None, metavar="NAMES", help=text)
+    curve.add_argument("--protect_prompt", action="store_true", help="let the baselines keep the prompt, as beacons do")
+    text = "entries that may be held at most (default: what each window of MODEL held)"
+    curve.add_argument("--limits", type=parse_lengths, default=None, help=text)
+    curve.add_argument("--output", default=None, metavar="FILE.png", help="the figure")
 
 
 def _add_parity(commands: argparse._SubParsersAction) -> None:

@@ -71,12 +71,15 @@ def test_a_training_run_passes_its_choice_on(tmp_path, monkeypatch):
     from kvrl.train import trainer
 
     seen = {}
-    monkeypatch.setattr(trainer, "evaluate", lambda *_, **given: seen.update(given))
 
     class Run:
         config: Config = make_config(tmp_path, rollout={"on_small_budget": "drop"})
         model = tokenizer = task = on_step = None
 
+        def decoded(self):
+            return [(None, ["full"])]
+
+    monkeypatch.setattr(trainer, "evaluate", lambda *_, **given: seen.update(given) or [])
     trainer.evaluate_now(Run())  # type: ignore[arg-type]
     assert seen["rollout"].on_small_budget == "drop"
 

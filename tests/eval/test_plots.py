@@ -8,7 +8,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import pytest
 
-from kvrl.eval import outcome_plot, report, variance_plot
+from kvrl.eval import curve_plot, outcome_plot, report, variance_plot
+from kvrl.eval.curve import Cell, Curve, Point
 from kvrl.eval.outcome_plot import Line
 from kvrl.eval.study import Outcome, Study
 from kvrl.eval.study_report import line_of
@@ -66,3 +67,22 @@ def test_the_bound_is_in_the_legend_only_if_it_is_drawn(tmp_path, figures, bound
     rows = [Spread(learner=name, log10_bound=bound, **figure) for name in ("dense", "replay", "floor")]
     variance_plot.plot(tmp_path / "p.png", rows, "title", 4)
     assert any("(1+d)" in text for text in texts(figures()[0].axes[1])) == drawn
+
+
+def test_curves_are_drawn_at_their_sizes_with_their_areas(tmp_path, figures):
+    """Left: points by mean entries, windows named. Right: only limits that a policy can keep."""
+
+    def at(name, held, accuracy):
+        return Point(name, accuracy, held, int(held) + 2, 20.0, 0.0)
+
+    methods = {
+        "beacons": [at("c=4", 20, 0.4), at("c=2", 30, 0.8)],
+        "truncated": [at("limit 22", 20, 0), at("x", 30, 0)],
+    }
+    memory = {"uncompressed": [Cell(0.0, 5), Cell(0.9, 9)], "tova": [None, Cell(0.5, 9)]}
+    curve_plot.plot(tmp_path / "p.png", Curve(8, at("full", 44, 0.9), methods, [24, 48], memory), "model on task")
+    left, right = figures()[0].axes
+    assert texts(left) == ["uncompressed, 44 entries", "beacons (AUAC 0.60)", "truncated (AUAC 0.00)"]
+    assert [text.get_text() for text in left.texts] == ["c=4", "c=2"]
+    assert list(left.lines[1].get_xdata()) == [20, 30] and list(left.lines[1].get_ydata()) == [0.4, 0.8]
+    assert texts(right) == ["uncompressed", "tova"] and list(right.lines[1].get_xdata()) == [48]

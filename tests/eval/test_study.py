@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,10 +12,15 @@ import pytest
 import yaml
 from rich.console import Console
 
+from kvrl.beacons.config import beacons_of
+from kvrl.beacons.model import NAME
 from kvrl.cli import main
 from kvrl.errors import KvrlError
 from kvrl.eval import study_report
+from kvrl.eval.curve_report import curve_tables
+from kvrl.eval.interval import interval, shown
 from kvrl.eval.study import Outcome, Runner, Study, prepare_report
+from kvrl.train.setup import load_model
 from runs import make_config
 
 
@@ -102,12 +109,109 @@ def test_a_missing_report_is_made_with_its_markers(tmp_path):
     assert text.index("<!-- study: tight -->") < text.index("| tight |") < text.index("| gentle |")
 
 
+FIELDS = {"cache.policy": "beacon", "cache.budget": 512, "cache.buffer": 128, "cache.window": None, "cache.sinks": None,
+          "cache.params": {"every": [2, 4]}}  # fmt: skip
+
+
+def test_what_others_start_from_is_trained_first(tmp_path, monkeypatch):
+    """Two seeds of `a`, then `b` from their models, then `c` from b's, whatever the order asked for."""
+    made = runner(tmp_path, variants={"a": {}, "b": {"start": "a"}, "c": {"start": "b", "curve": False}})
+    done = []
+    monkeypatch.setattr(made, "start", lambda seed: None)
+    monkeypatch.setattr(made, "outcome", lambda config, curve: done.append((config, curve)) or config.output_dir)
+    asked = [(name, {}, seed) for seed in (0, 1) for name in ("c", "b", "a")]
+    found = made.all(asked)
+    names = [Path(config.output_dir).parent.name for config, _ in done]
+    assert names == ["a", "a", "b", "b", "c", "c"] and [curve for _, curve in done] == [True] * 4 + [False] * 2
+    assert [Path(folder).parent.name for folder in found] == ["c", "b", "a"] * 2  # in the order asked for
+    first, second = done[1][0], done[3][0]
+    assert second.model.path == f"{first.output_dir}/model" and second.seed == first.seed == 1
+    assert second.warm_start is None
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"variants": {"a": {"start": "b"}, "b": {}}}, "variants.a.start: b is none of the variants before it"),
+    ({"variants": {"a": {}, "b": {"start": "a"}}, "tuning": {"seeds": [7], "grid": {}}}, "variants.b.start: is set"),
+])  # fmt: skip
+def test_starts_that_are_refused(tmp_path, fields, message):
+    with pytest.raises(KvrlError, match=message):
+        runner(tmp_path, **fields).check()
+
+
+def test_beacons_may_have_several_windows(tmp_path):
+    runner(tmp_path, overrides=FIELDS).check()
+    with pytest.raises(KvrlError, match="eval.budgets: .'full'. with eval.n 2 is not one compressed budget and full"):
+        runner(tmp_path, overrides={**FIELDS, "eval.budgets": ["full"]}).check()
+
+
+def test_a_start_has_no_beacon_as_runs_differ_in_theirs(tmp_path):
+    made = runner(tmp_path, overrides=FIELDS, variants={"a": {}, "b": {"overrides": {"cache.params": {"every": 3}}}})
+    made.start(0)
+    config = made.config("b", {}, 0)
+    model, tokenizer = load_model(config.model.path, "float32")
+    assert beacons_of(model) is None and NAME not in tokenizer.get_vocab()
+    assert config.model.path == made.config("a", {}, 0).model.path
+
+
+def test_a_curve_is_measured_once_and_again_after_another_training(tmp_path, monkeypatch):
+    made = runner(tmp_path, overrides=FIELDS, curve={"baselines": ["tova"], "protect_prompt": True})
+    config = made.config("a", {}, 0)
+    folder = Path(config.output_dir)
+    calls = []
+
+    def kvrl(log, *arguments):
+        calls.append(arguments)
+        if arguments[0] == "train":
+            (folder / "model").mkdir(exist_ok=True)
+            lines = [{"step": s, "budget": b, "accuracy": a} for s in (0, config.train.max_steps)
+                     for b, a in (("c=2", 0.5), ("c=4", 0.3), ("full", 0.9))]  # fmt: skip
+            (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+            (folder / "summary.json").write_text("{}")
+            (folder / "config.json").write_text(config.model_dump_json(indent=2))
+        return '{"full": 1}'
+
+    monkeypatch.setattr(made, "kvrl", kvrl)
+    for _ in range(2):
+        found = made.outcome(config)
+    assert [c[0] for c in calls] == ["train", "eval"] and found.curve == {"full": 1}
+    assert found.compressed == pytest.approx(0.4) and found.full == 0.9
+    assert calls[1][1] == str(folder / "model") and "--protect_prompt" in calls[1]
+    assert made.outcome(config, curve=False).curve is None
+    (folder / "summary.json").unlink()  # it must be trained anew
+    made.outcome(config)
+    assert [c[0] for c in calls] == ["train", "eval"] * 2
+
+
+def curve_of(full, kept, area, tova):
+    points = [{"decoding": f"c={c}", "retained": r, "held_entries": 40.0 - c} for c, r in kept.items()]
+    return {"full": {"accuracy": full, "held_entries": 50.0},
+            "methods": {"beacons": {"auac": area, "points": points}, "tova": {"auac": tova, "points": []}}}  # fmt: skip
+
+
+def test_tables_of_curves():
+    """Two seeds: shares kept and areas are means over them; a variant without curves has no row."""
+    outcomes = {}
+    for seed, shift in ((0, 0.0), (1, 0.2)):
+        made = outcome(**{"breadcrumbs/overhead": 0.5 + shift, "seconds": 60.0})
+        curve = curve_of(0.8, {16: 0.2 + shift, 2: 0.6 + shift}, 0.3 + shift, 0.1)
+        outcomes[seed] = dataclasses.replace(made, curve=curve)
+    results = {"joint": {"values": {}, "tried": [], "outcomes": outcomes},
+               "dense": {"values": {}, "tried": [], "outcomes": {0: outcome(seconds=60.0)}}}  # fmt: skip
+    rows = {name: study_report.summarise(result) for name, result in results.items()}
+    kept, areas = curve_tables(rows)
+    assert kept.splitlines()[0].split(" | ")[2:4] == ["share kept, c=2", "share kept, c=16"]
+    assert len(kept.splitlines()) == 3 and "0.700 ± 1.271" in kept and "0.300 ± 1.271" in kept and "0.600" in kept
+    assert "1.000" in kept.splitlines()[2].split("|")[-2]  # minutes
+    assert "0.400 ± 1.271" in areas and "0.100 ± 0.000" in areas
+    assert curve_tables({"dense": rows["dense"]}) == []
+
+
 def test_interval_by_hand():
     # 1, 2, 3: mean 2, standard deviation 1, t(2) = 4.303
-    found = study_report.interval([1.0, 2.0, 3.0])
+    found = interval([1.0, 2.0, 3.0])
     assert found["mean"] == 2.0 and found["half_width_95"] == pytest.approx(4.303 / math.sqrt(3))
-    assert math.isnan(study_report.interval([0.4])["half_width_95"])
-    assert study_report.shown(study_report.interval([0.4])) == "0.400"
+    assert math.isnan(interval([0.4])["half_width_95"])
+    assert shown(interval([0.4])) == "0.400"
 
 
 def test_collapse():

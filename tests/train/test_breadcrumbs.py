@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import shutil
 
 import pytest
 import torch
 
-from kvrl.beacons.config import beacons_for
+from kvrl.beacons.config import beacons_for, beacons_of
 from kvrl.beacons.insert import insert_drawn
 from kvrl.distill import Distillation
+from kvrl.eval.run_defaults import teacher_of
 from kvrl.learner import Scorer, completion_mask
 from kvrl.train.run import build
+from kvrl.train.setup import load_model
 from kvrl.train.trainer import collect, train, train_step, update
 from runs import make_beacon_config as make
 from runs import metrics_of
@@ -21,12 +25,13 @@ def breadcrumbs(folder, **changes):
     return make(folder, **{"method": "breadcrumbs", **changes})
 
 
-def gradients_of(run, batch, monkeypatch) -> dict[str, torch.Tensor]:
-    """What one update's backward passes leave, before anything is clipped."""
+def gradients_of(run, batch, monkeypatch, model=None) -> dict[str, torch.Tensor]:
+    """What one update's backward passes leave in the policy, or in `model`, before anything is clipped."""
     found = {}
 
     def keep(run, parameters, step):
-        found.update({n: p.grad.clone() for n, p in run.model.named_parameters() if p.grad is not None})
+        whose = run.model if model is None else model
+        found.update({n: p.grad.clone() for n, p in whose.named_parameters() if p.grad is not None})
         return torch.tensor(1.0)
 
     monkeypatch.setattr("kvrl.train.trainer.clip_gradient", keep)
@@ -59,6 +64,75 @@ def test_the_loss_is_the_objectives_and_the_distillations(tmp_path, rl, monkeypa
         assert (gradient - expected[name]).abs().max() < 1e-5 * max(1, float(expected[name].abs().max())), name
 
 
+def scored_batch(config):
+    """A run, and a batch of it whose rewards differ."""
+    run, _ = build(config, lambda text: None)
+    batch, _ = collect(run)
+    batch.rewards[:] = torch.linspace(0, 1, len(batch.rewards))
+    return run, type(batch).build(batch.rollouts, batch.rewards, config)
+
+
+@pytest.mark.parametrize("rl", [True, False])
+def test_a_separate_student_learns_from_the_policy_alone(tmp_path, rl, monkeypatch):
+    """Its gradient is that of the KL to the policy's dense view; the policy's is that of method dense, or none."""
+    own = {"student": "separate", "weight": 0.7, "rl": rl}
+    config = breadcrumbs(tmp_path, breadcrumbs=own, train={"learning_rate": 1e-9})
+    run, batch = scored_batch(config)
+    with torch.no_grad():
+        for parameter in run.student.parameters():
+            parameter.mul_(1.1)
+    student, policy = copy.deepcopy(run.student), copy.deepcopy(run.model)
+    rollouts = insert_drawn(batch.rollouts, beacons_for(config.cache, run.model), config.seed, 1)
+    teaches = Distillation("dense", weights=lambda: contextlib.nullcontext(policy))
+    scored = Scorer(student, backend="mask")(rollouts, view="sparse", distill=teaches)
+    (0.7 * scored.divergence[completion_mask(rollouts)].mean()).backward()
+    found = gradients_of(run, batch, monkeypatch, run.student)
+    expected = {n: p.grad for n, p in student.named_parameters() if p.grad is not None}
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert (gradient - expected[name]).abs().max() < 1e-5 * max(1, float(expected[name].abs().max())), name
+    run.optimizer.zero_grad(set_to_none=True)
+    of_policy = gradients_of(run, batch, monkeypatch, run.model)
+    if not rl:
+        assert of_policy == {}
+        return
+    plain, _ = build(make(tmp_path, method="dense", train={"learning_rate": 1e-9}), lambda text: None)
+    plain.model.load_state_dict(run.model.state_dict())
+    for name, gradient in gradients_of(plain, batch, monkeypatch).items():
+        assert (gradient - of_policy[name]).abs().max() < 1e-5 * max(1, float(gradient.abs().max())), name
+
+
+def test_a_run_with_a_separate_student(tmp_path):
+    """`model` reads beacons and was taught, `teacher` learned by the rewards; each is evaluated where it decodes."""
+    own = {"student": "separate", "learning_rate": 1e-3, "rl": False}
+    train(breadcrumbs(tmp_path, breadcrumbs=own, eval={"n": 3}))
+    student, teacher = (load_model(str(tmp_path / name), "float32")[0] for name in ("model", "teacher"))
+    start, _ = build(breadcrumbs(tmp_path / "again", breadcrumbs=own), lambda text: None)
+    same = [torch.equal(a, b) for a, b in zip(teacher.parameters(), start.model.parameters(), strict=True)]
+    assert all(same) and beacons_of(student) == beacons_of(start.model)
+    assert not torch.equal(student.model.layers[0].mlp.up_proj.weight, teacher.model.layers[0].mlp.up_proj.weight)
+    done = [m for m in metrics_of(tmp_path) if "budget" in m]
+    assert [m["budget"] for m in done] == ["c=2", "c=3", "full"] * 2
+    assert done[2]["accuracy"] == done[5]["accuracy"] and done[2]["mean_length"] == done[5]["mean_length"]
+    steps = [m for m in metrics_of(tmp_path) if "reward" in m]
+    assert all(m["grad_norm"] > 0 and m["distill/kl/mean"] > 0 for m in steps)
+    assert teacher_of(str(tmp_path / "model")) == str(tmp_path / "teacher")
+    train(breadcrumbs(tmp_path, overwrite_output_dir=True, train={"max_steps": 1}))
+    assert not (tmp_path / "teacher").exists() and teacher_of(str(tmp_path / "model")) is None
+
+
+def test_a_separate_student_goes_on_where_it_was(tmp_path):
+    own = {"breadcrumbs": {"student": "separate", "learning_rate": 1e-3}, "checkpoint": {"every": 1}}
+    train(breadcrumbs(tmp_path, **own))
+    whole = load_model(str(tmp_path / "model"), "float32")[0]
+    shutil.rmtree(tmp_path / "checkpoints" / "step-000002")
+    train(breadcrumbs(tmp_path, **{**own, "checkpoint": {"resume": "latest"}}))
+    for name in ("model", "teacher"):
+        again = load_model(str(tmp_path / name), "float32")[0]
+        assert name == "teacher" or all(map(torch.equal, again.parameters(), whole.parameters()))
+    assert not all(map(torch.equal, again.parameters(), whole.parameters()))  # the teacher is not the student
+
+
 def test_a_run(tmp_path):
     train(breadcrumbs(tmp_path, eval={"n": 3}))
     steps = [m for m in metrics_of(tmp_path) if "reward" in m]
@@ -85,6 +159,8 @@ def test_distillation_alone_teaches(tmp_path):
     {"breadcrumbs": {"teacher": "start"}, "lora": {"r": 2}},
     {"breadcrumbs": {"teacher": "average", "kl": "js", "top_k": 5, "warmup_steps": 2}},
     {"breadcrumbs": {"kl": "reverse"}, "algorithm": "rloo"},
+    {"breadcrumbs": {"student": "separate", "teacher": "start"}, "model": {"dtype": "bfloat16"}},
+    {"breadcrumbs": {"student": "separate", "teacher": "average"}, "algorithm": "ppo"},
 ])  # fmt: skip
 def test_options(tmp_path, changes):
     run, _ = build(breadcrumbs(tmp_path, **changes, warm_start=None), lambda text: None)
@@ -97,6 +173,8 @@ def test_options(tmp_path, changes):
 @pytest.mark.parametrize("changes, message", [
     ({"cache": {"policy": "rkv"}}, "cache.policy: rkv has no beacons, which method breadcrumbs teaches"),
     ({"breadcrumbs": {"weight": 0}}, "breadcrumbs.weight: 0 teaches no beacon"),
+    ({"breadcrumbs": {"student": "separate"}, "lora": {"r": 2}}, "breadcrumbs.student: separate would copy the base"),
+    ({"breadcrumbs": {"learning_rate": 1e-3}}, "breadcrumbs.learning_rate: is that of a separate student"),
     ({"method": "shadow_mask", "breadcrumbs": {"kl": "js"}}, "breadcrumbs.kl: has no meaning under method shadow_mask"),
 ])  # fmt: skip
 def test_mistakes(tmp_path, changes, message):

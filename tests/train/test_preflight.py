@@ -12,10 +12,11 @@ from kvrl.errors import KvrlError
 from kvrl.models.tiny import build_tiny_tokenizer, make_tiny
 from kvrl.tasks import get_task
 from kvrl.train import run as run_module
+from kvrl.train.output import check_output_dir, make_output_dir
 from kvrl.train.preflight import check_model, warnings_of
 from kvrl.train.run import build, make_start
 from kvrl.train.setup import load_model, load_policy
-from kvrl.train.trainer import check_output_dir, make_output_dir, train
+from kvrl.train.trainer import train
 from runs import make_config
 
 VOCAB = get_task("recurrence").vocab

@@ -31,7 +31,7 @@ def run_compare(args: argparse.Namespace) -> None:
     configs = plan(args)
     base = load_config(args.config, fields(args))
     root = Path(base.output_dir)
-    from kvrl.train.trainer import check_output_dir, make_output_dir
+    from kvrl.train.output import check_output_dir, make_output_dir
 
     for config in configs:
         check_output_dir(config)

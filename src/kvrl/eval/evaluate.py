@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
-from torch import nn
+from torch import Tensor, nn
 
 from kvrl.beacons.config import beacons_for
 from kvrl.cache.config import CacheConfig
@@ -25,6 +25,7 @@ from kvrl.rewards.call import score
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.engine import Engine
 from kvrl.sampler.request import Progress
+from kvrl.sampler.types import Rollout
 from kvrl.tasks import Task, completion_text, encode_prompt, get_task
 from kvrl.train.config import RolloutSettings
 from kvrl.train.data import PromptLimits, columns_of
@@ -77,21 +78,16 @@ def evaluate(
     settings = rollout or RolloutSettings()
     caches = [cache.at_budget(budget) for budget in budgets]
     rows, prompts = held_out(tokenizer, task, PromptLimits.of(settings, *caches), n, seed)
-    one = sampling.model_copy(update={"num_generations": 1})
     results = []
     for budget, chosen in zip(budgets, caches, strict=True):
-        engine = Engine(
-            model, chosen, one, num_slots=min(slots, len(rows)), tokenizer=tokenizer,
-            max_prompt_length=settings.max_prompt_length or max(map(len, prompts)),
-            kv_memory=settings.kv_memory, native_kernels=settings.native_kernels, cuda_graphs=settings.cuda_graphs,
+        engine, rollouts, rewards = decode(
+            model, tokenizer, task, rows, prompts, cache=chosen, sampling=sampling, seed=seed, slots=slots,
+            rollout=settings, on_step=on_step,
         )  # fmt: skip
-        rollouts = engine.run(prompts, seed=seed, on_step=on_step)
-        texts = [completion_text(tokenizer, r) for r in rollouts]
-        scores = score([task.reward], None, texts, columns_of(rows), names=["task"])
         results.append(
             Evaluation(
                 budget=str(budget),
-                accuracy=float(scores.rewards.nanmean()),
+                accuracy=float(rewards.nanmean()),
                 kv_bytes=engine.kv_bytes,
                 kv_bytes_share=engine.kv_bytes / engine.dense_kv_bytes,
                 mean_length=sum(len(r.completion_ids) for r in rollouts) / len(rollouts),
@@ -104,6 +100,36 @@ def evaluate(
             )
         )
     return results
+
+
+def decode(
+    model: nn.Module,
+    tokenizer: Any,
+    task: Task,
+    rows: list[dict[str, Any]],
+    prompts: list[list[int]],
+    *,
+    cache: CacheConfig,
+    sampling: SamplingConfig,
+    seed: int,
+    slots: int,
+    rollout: RolloutSettings | None = None,
+    on_step: Callable[[Progress], None] | None = None,
+) -> tuple[Engine, list[Rollout], Tensor]:
+    """One completion for each held-out problem under a cache: the engine, the rollouts, and their rewards f32 [N]."""
+    settings = rollout or RolloutSettings()
+    engine = Engine(
+        model, cache, sampling.model_copy(update={"num_generations": 1}), num_slots=min(slots, len(rows)),
+        tokenizer=tokenizer, max_prompt_length=settings.max_prompt_length or max(map(len, prompts)),
+        kv_memory=settings.kv_memory, native_kernels=settings.native_kernels, cuda_graphs=settings.cuda_graphs,
+    )  # fmt: skip
+    rollouts = engine.run(prompts, seed=seed, on_step=on_step)
+    return engine, rollouts, rewards_of(task, rows, [completion_text(tokenizer, r) for r in rollouts])
+
+
+def rewards_of(task: Task, rows: list[dict[str, Any]], texts: list[str]) -> Tensor:
+    """The task's own rewards of completions, f32 [N], NaN where there is none."""
+    return score([task.reward], None, texts, columns_of(rows), names=["task"]).rewards
 
 
 def held_out(
@@ -166,7 +192,12 @@ def points(budgets: Sequence[int | str] | None, cache: CacheConfig, model: nn.Mo
 
 
 def run_eval(args: argparse.Namespace) -> None:
-    """`kvrl eval`: one task, or a benchmark. Whatever can be wrong is told before a model is loaded."""
+    """`kvrl eval`: one task, a curve, or a benchmark. Whatever can be wrong is told before a model is loaded."""
+    from kvrl.eval.curve_command import check_flags, run_curve
+
+    check_flags(args)
+    if args.curve:
+        return run_curve(args)
     cache, sampling, taken = settings_of(args)
     budgets = [b for b in args.budgets or [] if b != "full"]
     if cache.is_beacon and budgets:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from kvrl.cache.config import CacheConfig
 from kvrl.errors import KvrlError
 from kvrl.sampler.config import SamplingConfig
+from kvrl.train.checkpoint import TEACHER
 from kvrl.train.config_file import explain
 
 POLICY = "rkv"
@@ -28,6 +29,12 @@ def run_of(model: str) -> dict[str, Any] | None:
     except ValueError:
         return None  # some other program's file
     return found if isinstance(found, dict) and {"method", "cache", "sampling", "task"} <= found.keys() else None
+
+
+def teacher_of(model: str) -> str | None:
+    """The uncompressed policy beside a separate student of a run; None where one model is both."""
+    folder = Path(model).expanduser().resolve().parent / TEACHER
+    return str(folder) if run_of(model) is not None and folder.is_dir() else None
 
 
 def settings_of(args: argparse.Namespace) -> tuple[CacheConfig, SamplingConfig, str | None]:

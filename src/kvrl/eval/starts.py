@@ -25,7 +25,10 @@ def shares_starts(base: Config) -> bool:
 
 
 def ensure_start(config: Config, folder: Path, say: Callable[[str], object]) -> None:
-    """Make the start of a seed, unless the folder holds the one that this configuration makes."""
+    """Make the start of a seed, unless the folder holds the one that this configuration makes.
+
+    It has no beacon yet: each run adds its own.
+    """
     from kvrl.train.run import make_start
 
     fields = config.model_dump(mode="json", include={"seed", "model", "task", "warm_start"})
@@ -34,7 +37,8 @@ def ensure_start(config: Config, folder: Path, say: Callable[[str], object]) -> 
         return
     partial = folder.with_name(f"{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    make_start(config, partial, say)
+    plain = config.model_copy(update={"cache": config.cache.as_dense()}) if config.cache.is_beacon else config
+    make_start(plain, partial, say)
     (partial / START).write_text(json.dumps({"config": fields, "id": uuid.uuid4().hex}, indent=2))
     shutil.rmtree(folder, ignore_errors=True)
     partial.rename(folder)

@@ -14,72 +14,26 @@ import shutil
 import statistics
 import subprocess
 import sys
+import uuid
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import Field
 from rich.console import Console
 
 from kvrl.errors import KvrlError
 from kvrl.eval.report import read_metrics
 from kvrl.eval.starts import START, ensure_start, finished, shares_starts, start_folder
+from kvrl.eval.study_file import Score, Study, Values
 from kvrl.train.config import Config, load_config
 from kvrl.train.config_file import read_config
-from kvrl.train.section import Section
-
-Values = dict[str, Any]
-"""Dotted field of the configuration -> value."""
-
-Score = Literal["compressed", "full", "mean"]
-
-
-class Tuning(Section):
-    seeds: list[int] = Field(min_length=1)
-    """Seeds of the tuning runs alone."""
-    grid: dict[str, list[Any]]
-    """Dotted field -> values that every variant tries."""
-    score: Score = "compressed"
-    """What is maximised, on average over the seeds: accuracy under compressed or full decoding, or their mean."""
-
-
-class Variant(Section):
-    overrides: Values = {}
-    """Fields of this variant."""
-    grid: dict[str, list[Any]] = {}
-    """Fields that it alone tunes, after those of the study and one after the other; the first value is the default."""
-
-
-class Decoding(Section):
-    policy: str
-    """A policy, or `dense` for the full cache."""
-    params: Values = {}
-    """Fields of `cache` for it: those of the study's base that it does not name stay."""
-
-
-class Study(Section):
-    """A study file."""
-
-    title: str
-    """What the table is called."""
-    base: str
-    """The configuration that all runs start from; a path from the study file's folder."""
-    overrides: Values = {}
-    """Fields of all runs."""
-    seeds: list[int] = Field(min_length=1)
-    """Seeds that are reported."""
-    tuning: Tuning | None = None
-    """None: every variant runs as it is set."""
-    variants: dict[str, Variant] = Field(min_length=1)
-    decodings: dict[str, Decoding] = {}
-    """Name -> cache under which every trained model is evaluated, beside the budgets of `eval`."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run."""
+    """A finished run. Compressed: the mean over the windows, where it has beacons."""
 
     compressed: float
     full: float
@@ -87,6 +41,8 @@ class Outcome:
     start_full: float
     steps: list[dict]
     decoded: dict[str, float] = field(default_factory=dict)
+    curve: dict[str, Any] | None = None
+    """What `kvrl eval --curve` printed."""
 
     def score(self, kind: Score) -> float:
         """What tuning maximises."""
@@ -104,7 +60,7 @@ class Tried:
 def run_study(args: argparse.Namespace) -> None:
     """`kvrl study`: run what is missing, then write study.json, table.md and plot.png to the study's folder."""
     from kvrl.eval.study_report import insert, write_study
-    from kvrl.train.trainer import make_output_dir
+    from kvrl.train.output import make_output_dir
 
     runners = []
     for path in map(Path, args.studies):
@@ -181,12 +137,24 @@ class Runner:
 
     def all(self, runs: Iterable[tuple[str, Values, int]]) -> list[Outcome]:
         """Outcomes of (variant, values, seed), in order; starts are made first, then runs go on at once."""
-        configs = [self.config(*run) for run in runs]
+        given = list(runs)
+        configs = [self.config(*run) for run in given]
         for config in configs:
             if Path(config.model.path).is_relative_to(self.root):
                 self.start(config.seed)
-        with ThreadPoolExecutor(self.jobs) as pool:
-            return list(pool.map(self.outcome, configs))
+        outcomes: dict[int, Outcome] = {}
+        depths = [self.depth(name) for name, _, _ in given]
+        for depth in sorted(set(depths)):  # what others start from comes first
+            wave = [i for i, found in enumerate(depths) if found == depth]
+            with ThreadPoolExecutor(self.jobs) as pool:
+                curves = [self.study.variants[given[i][0]].curve for i in wave]
+                outcomes |= zip(wave, pool.map(self.outcome, [configs[i] for i in wave], curves), strict=True)
+        return [outcomes[i] for i in range(len(given))]
+
+    def depth(self, name: str) -> int:
+        """How many variants must be trained before this one."""
+        origin = self.study.variants[name].start
+        return 0 if origin is None else 1 + self.depth(origin)
 
     def config(self, name: str, values: Values, seed: int) -> Config:
         """The configuration of one run; its folder's name tells its settings apart."""
@@ -197,6 +165,9 @@ class Runner:
         base = self.load({**self.study.overrides, "seed": seed})
         if shares_starts(base):
             own |= {"model.path": str(self.start_of(base)), "warm_start": None}
+        if (origin := self.study.variants[name].start) is not None:
+            trained = Path(self.config(origin, {}, seed).output_dir) / "model"
+            own |= {"model.path": str(trained), "warm_start": None}
         return self.load({**given, **own})
 
     def load(self, values: Values) -> Config:
@@ -216,6 +187,7 @@ class Runner:
     def check(self) -> None:
         """Raise KvrlError for a setting that cannot run, before anything does."""
         tuning = self.study.tuning
+        self.check_starts()
         for name, variant in self.study.variants.items():
             if variant.grid and tuning is None:
                 raise KvrlError(f"variants.{name}.grid: is set and the study has no tuning; add tuning with its seeds")
@@ -227,34 +199,67 @@ class Runner:
         if tuning is not None and (both := set(tuning.seeds) & set(self.study.seeds)):
             raise KvrlError(f"tuning.seeds: {min(both)} is also reported; tune on seeds that are not")
 
+    def check_starts(self) -> None:
+        """Raise KvrlError for a start that is no earlier variant, or whose settings would depend on tuning."""
+        earlier: list[str] = []
+        for name, variant in self.study.variants.items():
+            if variant.start is not None and self.study.tuning is not None:
+                raise KvrlError(f"variants.{name}.start: is set and the study tunes; leave one of the two out")
+            if variant.start is not None and variant.start not in earlier:
+                raise KvrlError(
+                    f"variants.{name}.start: {variant.start} is none of the variants before it "
+                    f"({', '.join(earlier) or 'there is none'}); name one of them"
+                )
+            earlier.append(name)
+
     def check_budgets(self, config: Config) -> None:
-        """A study's table has one compressed and one full decoding for each run."""
+        """A study's table has one compressed decoding, or those of beacons, and a full one for each run."""
         compressed = [budget for budget in config.eval_budgets if budget != "full"]
-        if len(compressed) != 1 or "full" not in config.eval_budgets or config.eval.n == 0:
+        several = len(compressed) > 1 and not config.cache.is_beacon
+        if several or not compressed or "full" not in config.eval_budgets or config.eval.n == 0:
             raise KvrlError(
                 f"eval.budgets: {config.eval_budgets} with eval.n {config.eval.n} is not one compressed budget and "
                 "full; set eval.budgets to such a pair, and eval.n above 0"
             )
 
-    def outcome(self, config: Config) -> Outcome:
+    def outcome(self, config: Config, curve: bool = True) -> Outcome:
         """Train unless it was done, evaluate under the study's decodings, and read what came out."""
         folder = Path(config.output_dir)
         if not finished(config):
             self.console.print(f"run {folder.relative_to(self.root)}")
             folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.glob("*.json"):  # what was measured of another model
+                old.unlink()
             given = config.model_dump(mode="json", exclude={"sampling": {"num_generations"}})
             (folder / "given.json").write_text(json.dumps(given, indent=2))
             self.kvrl(folder / "log.txt", "train", str(folder / "given.json"))
             if (start := Path(config.model.path) / START).is_file():
                 shutil.copy(start, folder / START)
+            (folder / "model" / START).write_text(json.dumps({"id": uuid.uuid4().hex}))  # for variants that start here
         steps, evaluations = read_metrics(folder)
-        at = {(e["step"], "full" if e["budget"] == "full" else "compressed"): e["accuracy"] for e in evaluations}
+
+        def at(step: int, full: bool) -> float:
+            found = [e for e in evaluations if e["step"] == step and (e["budget"] == "full") == full]
+            return statistics.mean(e["accuracy"] for e in found)
+
         end = config.train.max_steps
         return Outcome(
-            compressed=at[end, "compressed"], full=at[end, "full"], start_compressed=at[0, "compressed"],
-            start_full=at[0, "full"], steps=steps,
-            decoded={name: self.decode(config, name) for name in self.study.decodings},
+            compressed=at(end, False), full=at(end, True), start_compressed=at(0, False), start_full=at(0, True),
+            steps=steps, decoded={name: self.decode(config, name) for name in self.study.decodings},
+            curve=self.curve(config) if curve and self.study.curve is not None and config.cache.is_beacon else None,
         )  # fmt: skip
+
+    def curve(self, config: Config) -> dict[str, Any]:
+        """Accuracy against cache size of a trained model."""
+        folder, settings = Path(config.output_dir), self.study.curve
+        assert settings is not None
+        file = folder / "curve.json"
+        if not file.is_file():
+            flags = ["--baselines", ",".join(settings.baselines), "--n", str(config.eval.n), "--seed",
+                     str(config.eval.seed), *(["--protect_prompt"] if settings.protect_prompt else []),
+                     "--output", str(folder / "curve.png")]  # fmt: skip
+            file.write_text(self.kvrl(folder / "log.txt", "eval", str(folder / "model"), "--curve", *flags, "--json"))
+        return json.loads(file.read_text())
 
     def decode(self, config: Config, name: str) -> float:
         """Accuracy of a trained model under one of the study's decodings."""

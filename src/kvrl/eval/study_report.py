@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvrl.errors import KvrlError
+from kvrl.eval.curve_report import curve_tables, summarise_curves
+from kvrl.eval.interval import interval, markdown, shown
 from kvrl.eval.outcome_plot import Line, plot
 from kvrl.eval.report import to_json
 
 if TYPE_CHECKING:
     from kvrl.eval.study import Outcome, Study
-
-# 97.5% quantile of Student's t for 1, 2, ... degrees of freedom
-T_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 COLLAPSED = 0.5  # a run whose reward at the end is below this share of its reward at the beginning
 
@@ -27,7 +26,7 @@ def write_study(folder: Path, study: Study, results: dict[str, dict[str, Any]], 
     rows = {name: summarise(result) for name, result in results.items()}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "study.json").write_text(to_json({"title": study.title, "variants": rows}, indent=2))
-    text = "\n\n".join([main_table(rows), *decoding_table(rows), *tuning_table(rows)]) + "\n"
+    text = "\n\n".join([main_table(rows), *curve_tables(rows), *decoding_table(rows), *tuning_table(rows)]) + "\n"
     (folder / "table.md").write_text(text)
     plot(folder / "plot.png", [line_of(study, name, result) for name, result in results.items()])
     say(f"{study.title}\n\n{text}\nplot: {folder / 'plot.png'}")
@@ -42,7 +41,7 @@ def line_of(study: Study, name: str, result: dict[str, Any]) -> Line:
         [[s["reward"] for s in o.steps] for o in outcomes],
         [o.compressed for o in outcomes],
         [o.full for o in outcomes],
-        full_cache_rollouts=fields.get("method") == "dense",
+        full_cache_rollouts=fields.get("method") in ("dense", "breadcrumbs"),
     )
 
 
@@ -87,17 +86,9 @@ def summarise(result: dict[str, Any]) -> dict[str, Any]:
         "grad_norm_median": statistics.median([x for part in norms for x in part] or [math.nan]),
         "grad_norm_max": max([x for part in norms for x in part], default=math.nan),
         "share_rejected": statistics.mean(rejected) if rejected else None,
+        "curve": summarise_curves(outcomes),
         "rewards": [[s["reward"] for s in o.steps] for o in outcomes],
     }
-
-
-def interval(values: Sequence[float]) -> dict[str, Any]:
-    """Mean of independent values and the half-width of its 95% interval by Student's t (NaN for one value)."""
-    count = len(values)
-    half = math.nan
-    if count > 1:
-        half = T_QUANTILES[count - 2] * statistics.stdev(values) / math.sqrt(count)
-    return {"values": list(values), "mean": statistics.mean(values), "half_width_95": half}
 
 
 def collapsed(rewards: Sequence[float]) -> bool:
@@ -145,15 +136,3 @@ def tuning_table(rows: dict[str, dict[str, Any]]) -> list[str]:
 def settings(values: dict[str, Any]) -> str:
     """`field value` pairs, without the sections' names."""
     return ", ".join(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in values.items())
-
-
-def shown(value: dict[str, Any]) -> str:
-    """`mean ± half-width`."""
-    half = value["half_width_95"]
-    return f"{value['mean']:.3f}" + ("" if math.isnan(half) else f" ± {half:.3f}")
-
-
-def markdown(header: list[str], body: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from kvrl.beacons.config import check_limit, params_of
 from kvrl.errors import KvrlError
 from kvrl.objectives.distill import KLKind
-from kvrl.train.section import NonNegative, Section
+from kvrl.train.section import NonNegative, Positive, Section
 
 if TYPE_CHECKING:
     from kvrl.train.config import Config
@@ -30,14 +30,19 @@ class BreadcrumbsSettings(Section):
     rl: bool = True
     """The uncompressed policy learns from the rewards in the same steps (joint). false: distillation alone, for a model
     whose reinforcement learning is over (sequential)."""
+    student: Literal["same", "separate"] = "same"
+    """Which weights read beacons: the policy's own, or a second model, which starts as a copy of the policy and learns
+    by the distillation alone. It is saved as `model`, the policy beside it as `teacher`."""
+    learning_rate: Positive | None = None
+    """Peak learning rate of a separate student. Default: train.learning_rate."""
     weight: NonNegative = 1.0
     """Weight of the distillation, a mean KL over response tokens."""
     kl: KLKind = "forward"
     """`forward` is KL(teacher || student), `reverse` KL(student || teacher), `js` Jensen-Shannon; the beacon policy is
     the student."""
     teacher: Literal["live", "start", "average"] = "live"
-    """Whose weights teach, without beacons: the policy's as they are, the starting model's (under LoRA the base without
-    adapters, or with those of the warm start), or a moving average of the policy's."""
+    """Whose weights teach, without beacons: the policy's as they are, the starting model's, or a moving average of the
+    policy's. Under LoRA `start` is the base without adapters (or with the warm start's), and they are the student."""
     average_decay: float = Field(0.99, ge=0, lt=1)
     """Decay of the average after each optimiser step."""
     top_k: int | None = Field(None, ge=1)
@@ -63,6 +68,16 @@ def check_beacons(config: Config) -> None:
     elif not cache.is_beacon:
         raise KvrlError(
             f"cache.policy: {cache.policy} has no beacons, which method breadcrumbs teaches; set cache.policy to beacon"
+        )
+    elif own.student == "separate" and config.lora is not None:
+        raise KvrlError(
+            "breadcrumbs.student: separate would copy the base under the adapters too; leave it out, and set "
+            "breadcrumbs.teacher to start for adapters that the base teaches"
+        )
+    elif own.student == "same" and own.learning_rate is not None:
+        raise KvrlError(
+            "breadcrumbs.learning_rate: is that of a separate student, and the policy itself learns; set "
+            "train.learning_rate, or breadcrumbs.student to separate"
         )
     elif not own.weight:
         raise KvrlError(

@@ -18,6 +18,8 @@ from kvrl.train.config import Config
 from kvrl.train.distiller import Distiller
 
 STATE, CONFIG, TRAINING, MODEL = "state.json", "config.json", "optimizer.pt", "model"
+TEACHER = "teacher"
+"""The policy, where `model` is a student apart from it."""
 
 MAY_CHANGE = ("output_dir", "overwrite_output_dir", "checkpoint", "eval", "parity", "rollout.slots",
               "rollout.kv_memory", "train.micro_batch_tokens", "train.num_threads",
@@ -27,14 +29,14 @@ much memory it takes. `train.max_steps` may grow too, under the constant learnin
 
 
 def save_checkpoint(
-    output_dir: Path, step: int, *, model: nn.Module, tokenizer: Any, optimizer: Any, scheduler: Any, state: dict,
-    config: Config, critic: nn.Module | None = None, distiller: Distiller | None = None,
+    output_dir: Path, step: int, *, models: dict[str, nn.Module], tokenizer: Any, optimizer: Any, scheduler: Any,
+    state: dict, config: Config, critic: nn.Module | None = None, distiller: Distiller | None = None,
 ) -> Path:  # fmt: skip
     """Write `checkpoints/step-N` (whole or not at all) after step N; delete the oldest beyond `checkpoint.keep`."""
     folder = output_dir / "checkpoints" / f"step-{step:06d}"
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
-    save_model(partial / MODEL, model, tokenizer)
+    save_models(partial, models, tokenizer)
     torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
                 "torch_rng": torch.get_rng_state(), "critic": None if critic is None else critic.state_dict(),
                 "distiller": None if distiller is None else distiller.state_dict()}, partial / TRAINING)  # fmt: skip
@@ -45,6 +47,12 @@ def save_checkpoint(
     for old in _checkpoints(output_dir)[: -config.checkpoint.keep]:
         shutil.rmtree(old)
     return folder
+
+
+def save_models(folder: Path, models: dict[str, nn.Module], tokenizer: Any) -> None:
+    """Each model in the folder of its name."""
+    for name, model in models.items():
+        save_model(folder / name, model, tokenizer)
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:

@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kvrl.distill import Distillation
+from kvrl.clock import now
+from kvrl.distill import Distillation, Weights
 from kvrl.learner import Scored
 from kvrl.objectives.distill import controlled_weight, warmup
 from kvrl.objectives.losses import Metrics, total
+from kvrl.sampler.types import Rollout
 from kvrl.train.config import DistillSettings
 from kvrl.train.setup import Reference
 
@@ -47,14 +50,29 @@ class Average:
 class Distiller:
     """lambda * KL between the views, a mean over response tokens (arXiv 2605.06850, section 3)."""
 
-    def __init__(self, settings: DistillSettings, model: nn.Module, start: Reference | None) -> None:
-        """start: the starting model, if it is what teaches."""
+    def __init__(
+        self, settings: DistillSettings, model: nn.Module, start: Reference | None, *, apart: bool = False
+    ) -> None:
+        """start: the starting model, if it is what teaches. apart: another model than the policy `model` is taught."""
         self.settings, self.model, self.weight = settings, model, settings.weight
         self.gradients: tuple[dict[int, Tensor], dict[int, Tensor]] = ({}, {})  # of objective and term, by parameter
         self.average = Average(model, settings.average_decay) if settings.teacher_weights == "average" else None
         source = start if settings.teacher_weights == "start" else self.average
-        weights = None if source is None else source.active
+        weights: Weights | None = None if source is None else source.active
+        if apart and weights is None:
+            weights = partial(contextlib.nullcontext, model)
         self.distillation = Distillation(settings.teacher, settings.kl, settings.top_k, weights)
+
+    def lesson(self, scored: Scored, rollouts: Sequence[Rollout], pupil: Any) -> tuple[Scored, float]:
+        """The forward that holds the divergence, and the seconds it took beside the objective's.
+
+        pupil: the scorer of a student apart from the policy; None: `scored` holds it.
+        """
+        if pupil is None:
+            return scored, scored.distill_seconds
+        start = now(scored.logps.device)
+        lesson = pupil(rollouts, view=self.distillation.student, distill=self.distillation)
+        return lesson, now(scored.logps.device) - start
 
     def mask(self, mask: Tensor, advantages: Tensor | None) -> Tensor:
         """bool [N, C]: the tokens that teach; advantages [N] or [N, C]."""

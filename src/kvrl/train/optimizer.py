@@ -63,7 +63,7 @@ def _mover(master: Tensor):
     return move
 
 
-POLICY, CRITIC = "policy", "critic"
+POLICY, CRITIC, STUDENT = "policy", "critic", "student"
 
 
 def make_optimizer(
@@ -72,14 +72,19 @@ def make_optimizer(
     learning_rate: float | None = None,
     critic: nn.Module | None = None,
     critic_learning_rate: float | None = None,
+    student: nn.Module | None = None,
+    student_learning_rate: float | None = None,
 ) -> torch.optim.AdamW:
     """AdamW over the trainable parameters, weight decay on matrices alone; fp32 masters if any of them is not fp32.
 
-    The learning rates are those of the settings unless given. The critic has parameter groups of its own.
+    The learning rates are those of the settings unless given. The critic and a student apart from the policy have
+    parameter groups of their own.
     """
     groups = _groups(model, POLICY, settings, learning_rate)
     if critic is not None:
         groups += _groups(critic, CRITIC, settings, critic_learning_rate)
+    if student is not None:
+        groups += _groups(student, STUDENT, settings, student_learning_rate)
     reduced = any(p.dtype in (torch.bfloat16, torch.float16) for g in groups for p in g["params"])
     kind = MasterAdamW if reduced else torch.optim.AdamW
     return kind(groups, betas=(settings.adam_beta1, settings.adam_beta2))
@@ -102,5 +107,5 @@ def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainSettings, to
 
 
 def optimized(optimizer: torch.optim.Optimizer, role: str = POLICY) -> list[Tensor]:
-    """The policy's or the critic's tensors that the optimiser updates (the masters under bf16)."""
+    """The tensors of policy, critic or student that the optimiser updates (the masters under bf16)."""
     return [p for group in optimizer.param_groups if group.get("role", POLICY) == role for p in group["params"]]

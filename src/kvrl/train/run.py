@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,15 @@ from kvrl.sampler.request import Progress
 from kvrl.tasks import Task, get_task
 from kvrl.train.algorithms import make_algorithm
 from kvrl.train.algorithms.base import Algorithm
-from kvrl.train.checkpoint import check_resume, find_checkpoint, load_state, load_training, save_model
+from kvrl.train.checkpoint import (
+    MODEL,
+    TEACHER,
+    check_resume,
+    find_checkpoint,
+    load_state,
+    load_training,
+    save_model,
+)
 from kvrl.train.config import Config
 from kvrl.train.data import PromptLimits, PromptStream, columns_of
 from kvrl.train.distiller import Distiller
@@ -47,6 +56,8 @@ class Run:
     model: nn.Module
     scorer: Any
     critic: Critic | None
+    pupil: Any
+    """The scorer of a student that is another model than the policy; None where the policy itself learns."""
     algorithm: Algorithm
     reference: Reference | None
     distiller: Distiller | None
@@ -56,6 +67,24 @@ class Run:
     skipped: int = 0
     on_step: Callable[[Progress], None] | None = None
     """Told of each decode step."""
+
+    @property
+    def student(self) -> nn.Module | None:
+        """The model that reads beacons, where it is another one than the policy."""
+        return None if self.pupil is None else self.accelerator.unwrap_model(self.pupil).model
+
+    @property
+    def models(self) -> dict[str, nn.Module]:
+        """What is saved, by the folder's name: what was trained for, and a separate student's teacher."""
+        return {MODEL: self.model} if self.student is None else {MODEL: self.student, TEACHER: self.model}
+
+    def decoded(self) -> list[tuple[nn.Module, list[int | str]]]:
+        """Models with the budgets under which they are evaluated."""
+        budgets = self.config.eval_budgets
+        if self.student is None:
+            return [(self.model, budgets)]
+        parts = [(self.student, [b for b in budgets if b != "full"]), (self.model, [b for b in budgets if b == "full"])]
+        return [(model, part) for model, part in parts if part]
 
 
 def build(config: Config, say: Say = print) -> tuple[Run, int]:
@@ -75,34 +104,44 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     rewards.check(columns_of(task.rows("train", 1, config.seed)))
     if config.eval.n:
         task.rows("eval", config.eval.n, config.eval.seed)
-    model, tokenizer = load_policy(config, task, resumed / "model" if resumed else None)
+    apart = config.method == "breadcrumbs" and config.breadcrumbs.student == "separate"
+    model, tokenizer = load_policy(config, task, resumed / (TEACHER if apart else MODEL) if resumed else None)
     model.to(accelerator.device)
     preflight(config, model, tokenizer, task, say)
     if config.warm_start is not None and resumed is None:
         supervise(config, model, tokenizer, task, say)
-    reference = distiller = critic = None
+    reference = distiller = critic = student = pupil = None
+    if apart:
+        student = copy.deepcopy(model) if resumed is None else load_policy(config, task, resumed / MODEL)[0]
+        student.to(accelerator.device)
     distillation = config.distillation
     taught_by_start = distillation is not None and distillation.teacher_weights == "start"
     if config.settings.beta > 0 or taught_by_start:
         reference = starting_model(config, model, output_dir, resumed is not None)
     if distillation is not None:
-        distiller = Distiller(distillation, model, reference)
+        distiller = Distiller(distillation, model, reference, apart=apart)
     if config.algorithm == "ppo":
         critic = Critic(model, own_model=config.ppo.critic == "model")
     scorer = Scorer(
         model, backend=config.replay.backend, chunk=config.replay.logprob_chunk, critic=critic,
         native_kernels=config.replay.native_kernels,
     ).train()  # fmt: skip
-    optimizer = make_optimizer(model, config.train, None, critic, config.ppo.critic_learning_rate)
+    if student is not None:
+        pupil = Scorer(student, backend=config.replay.backend, chunk=config.replay.logprob_chunk).train()
+    optimizer = make_optimizer(
+        model, config.train, None, critic, config.ppo.critic_learning_rate, student, config.breadcrumbs.learning_rate
+    )
     scheduler = make_scheduler(optimizer, config.train, config.train.max_steps * config.updates)
     scorer, optimizer, scheduler = accelerator.prepare(scorer, optimizer, scheduler)
+    if pupil is not None:
+        pupil = accelerator.prepare(pupil)
     prompts = PromptStream(
         task, tokenizer, seed=config.seed, block=config.train.prompts_per_step * config.train.max_steps,
         limits=PromptLimits.of(config.rollout, config.rollout_cache),
     )  # fmt: skip
     run = Run(
-        config, accelerator, task, rewards, tokenizer, model, scorer, critic, make_algorithm(config), reference,
-        distiller, optimizer, scheduler, prompts,
+        config, accelerator, task, rewards, tokenizer, model, scorer, critic, pupil, make_algorithm(config),
+        reference, distiller, optimizer, scheduler, prompts,
     )  # fmt: skip
     if resumed is None:
         return run, 0

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -28,11 +25,12 @@ from kvrl.sampler.types import Rollout
 from kvrl.tasks import completion_text
 from kvrl.train.algorithms.base import Views
 from kvrl.train.batch import Batch, Cut, micro_batches, minibatches
-from kvrl.train.checkpoint import save_checkpoint, save_model
+from kvrl.train.checkpoint import save_checkpoint, save_models
 from kvrl.train.config import Config
 from kvrl.train.data import columns_of
 from kvrl.train.diagnostics import check_parity, dense_mismatch, parity, repetition_rate
-from kvrl.train.optimizer import CRITIC, POLICY, optimized
+from kvrl.train.optimizer import CRITIC, POLICY, STUDENT, optimized
+from kvrl.train.output import check_output_dir, make_output_dir, prepare_output_dir
 from kvrl.train.run import Run, build
 from kvrl.train.runlog import RunLog
 
@@ -72,6 +70,8 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
         rollouts = insert_drawn(rollouts, beacons_for(config.cache, run.model), config.seed, step)
         rl = config.breadcrumbs.rl
         view = "dense" if rl else "sparse"  # alone the student needs the gradient, the teacher none
+    learner = run.scorer if rl or run.pupil is None else run.pupil
+    apart = run.pupil is not None and rl  # a second model is taught by a forward of its own
     views = fixed_views(run, batch)
     fixed = algorithm.prepare(batch, views, step)
     taught = None if distiller is None else distiller.mask(fixed.mask, fixed.advantages)  # [N, C]
@@ -87,22 +87,22 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
             normaliser = algorithm.normaliser(fixed, mini)
             micros = micro_batches(rollouts, algorithm.units(fixed, mini), config.train.micro_batch_tokens)
             for micro in micros:
-                scored = run.scorer(
-                    [rollouts[i] for i in micro], view=view,
-                    distill=None if distiller is None else distiller.distillation,
-                )  # fmt: skip
+                chosen = [rollouts[i] for i in micro]
+                distill = None if distiller is None or apart else distiller.distillation
+                scored = learner(chosen, view=view, distill=distill)
                 cut = Cut(micro, scored.logps)
                 loss, part = algorithm.loss(scored, fixed, cut, normaliser) if rl else (torch.zeros(()), {})
                 if distiller is not None:
                     assert taught is not None
-                    term, more = distiller.term(scored, cut(taught), int(taught[mini].sum()))
+                    lesson, spent = distiller.lesson(scored, chosen, run.pupil if apart else None)
+                    term, more = distiller.term(lesson, cut(taught), int(taught[mini].sum()))
                     if distiller.settings.grad_ratio is not None:
                         distiller.gather(loss, term)
                     term, part = distiller.weight_at(step) * term, part | more
                     if breadcrumbs and rl:  # the two share no graph: what the beacons cost can be told
                         start = now(term.device)
                         run.accelerator.backward(term)
-                        taught_seconds += scored.distill_seconds + now(term.device) - start
+                        taught_seconds += spent + now(term.device) - start
                         term = term.detach()
                     loss = loss + term
                 run.accelerator.backward(loss)
@@ -112,9 +112,11 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
             if algorithm.critic_alone(step):
                 for tensor in optimized(run.optimizer, POLICY):
                     tensor.grad = None
-            norms.append(clip_gradient(run, optimized(run.optimizer), step))
-            if critic := optimized(run.optimizer, CRITIC):
-                clip_gradient(run, critic, step)
+            first = STUDENT if learner is run.pupil else POLICY
+            norms.append(clip_gradient(run, optimized(run.optimizer, first), step))
+            for role in (CRITIC, STUDENT):
+                if role != first and (others := optimized(run.optimizer, role)):
+                    clip_gradient(run, others, step)
             run.optimizer.step()
             run.scheduler.step()
             run.optimizer.zero_grad(set_to_none=True)
@@ -262,13 +264,15 @@ def score_all(run: Run, scorer: Scorer, rollouts: list[Rollout]) -> tuple[Tensor
 
 
 def evaluate_now(run: Run) -> list[Evaluation]:
-    """Held-out accuracy under the configured budgets."""
-    config = run.config
-    return evaluate(
-        run.model, run.tokenizer, run.task, cache=config.cache, budgets=config.eval_budgets,
-        sampling=config.sampling, n=config.eval.n, seed=config.eval.seed, slots=config.slots, rollout=config.rollout,
-        on_step=run.on_step,
-    )  # fmt: skip
+    """Held-out accuracy under the configured budgets; under beacons of the model that reads them."""
+    config, done = run.config, []
+    for model, budgets in run.decoded():
+        done += evaluate(
+            model, run.tokenizer, run.task, cache=config.cache, budgets=budgets,
+            sampling=config.sampling, n=config.eval.n, seed=config.eval.seed, slots=config.slots,
+            rollout=config.rollout, on_step=run.on_step,
+        )  # fmt: skip
+    return done
 
 
 def train(config: Config) -> dict[str, Any]:
@@ -304,51 +308,10 @@ def train(config: Config) -> dict[str, Any]:
                 state = {"position": run.prompts.position, "dropped": run.prompts.dropped, "skipped": run.skipped,
                          "block": run.prompts.block}  # fmt: skip
                 save_checkpoint(
-                    output_dir, step, model=run.model, tokenizer=run.tokenizer, optimizer=run.optimizer,
+                    output_dir, step, models=run.models, tokenizer=run.tokenizer, optimizer=run.optimizer,
                     scheduler=run.scheduler, state=state, config=config, critic=run.critic, distiller=run.distiller,
                 )  # fmt: skip
-        save_model(output_dir / "model", run.model, run.tokenizer)
+        save_models(output_dir, run.models, run.tokenizer)
         evaluate_at(config.train.max_steps)
         summary = write_report(output_dir, log.say)
     return summary | {"evaluations": {k: [asdict(e) for e in v] for k, v in evaluations.items()}}
-
-
-def check_output_dir(config: Config) -> None:
-    """Raise KvrlError rather than write over another run, or into what is no folder."""
-    if not config.output_dir.strip():
-        raise KvrlError("output_dir: is empty; give the path of a folder, such as runs/first")
-    check_folder(Path(config.output_dir))
-    occupied = (Path(config.output_dir) / "metrics.jsonl").exists()
-    if occupied and config.checkpoint.resume is None and not config.overwrite_output_dir:
-        raise KvrlError(
-            f"output_dir: {config.output_dir} holds another run; give another folder, or continue it with "
-            "--checkpoint.resume latest, or start anew in it with --overwrite_output_dir true"
-        )
-
-
-def check_folder(folder: Path, field: str = "output_dir") -> None:
-    """Raise KvrlError for a path that is a file or leads through one."""
-    for path in (folder, *folder.parents):
-        if os.path.exists(path) and not path.is_dir():
-            raise KvrlError(f"{field}: {path} is a file; give the path of a folder")
-
-
-def make_output_dir(folder: Path, field: str = "output_dir") -> None:
-    """Make the folder and write to it once. KvrlError if either cannot be done."""
-    check_folder(folder, field)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise KvrlError(f"{field}: {folder} cannot be written ({error.strerror}); give another folder") from None
-
-
-def prepare_output_dir(config: Config) -> None:
-    """Make the folder, without what another run left in it unless that run goes on."""
-    output_dir = Path(config.output_dir)
-    if config.checkpoint.resume is None:
-        for name in ("metrics.jsonl", "summary.json", "reward.png"):
-            (output_dir / name).unlink(missing_ok=True)
-        shutil.rmtree(output_dir / "checkpoints", ignore_errors=True)
-    (output_dir / "config.json").write_text(config.model_dump_json(indent=2))

@@ -1,0 +1,80 @@
+"""Beacons that cannot be: each mistake is one line on stderr and exit code 2, from a configuration and from flags."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import kvrl
+from kvrl.cli import main
+from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
+from kvrl.tasks import get_task
+from kvrl.train.checkpoint import save_model
+from runs import make_beacon_config
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model trained with c of 2 and 4, one without beacons, and a run's configuration."""
+    root = tmp_path_factory.mktemp("beacons")
+    for name in ("trained", "plain"):
+        tokenizer = build_tiny_tokenizer(get_task("recurrence").vocab)
+        lm = build_tiny_model(tokenizer, 0)
+        if name == "trained":
+            kvrl.add_beacon(lm, tokenizer, every=[2, 4])
+        save_model(root / name, lm, tokenizer)
+    config = make_beacon_config(root / "run", method="breadcrumbs", warm_start=None)
+    given = config.model_dump(mode="json", exclude={"sampling": {"num_generations"}})
+    (root / "config.yaml").write_text(yaml.safe_dump(given))
+    return root
+
+
+def error_of(capsys, *argv: str) -> str:
+    assert main(list(argv)) == 2
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and error.startswith("kvrl: error: ")
+    return error
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--cache.params.every", "0"], "cache.params.every: 0 is below 1; a beacon stands for one raw token at least"),
+    (["--cache.params.every", "[4, -2]"], "cache.params.every: -2 is below 1"),
+    (["--cache.params.every", "31"], "cache.params.every: 31 is over sampling.max_completion_length (30)"),
+    (["--cache.params.every", "4", "--beacons.token", "<free>", "--model.path", "{root}/plain"],
+     "beacons.token: '<free>' is no token of this tokenizer"),
+    (["--cache.params.every", "4", "--beacons.token", "<eos>", "--model.path", "{root}/plain"],
+     "beacons.token: '<eos>' has a meaning already"),
+    (["--cache.params.every", "[2, 8]", "--model.path", "{root}/trained"],
+     "cache.params.every: 8 is not one of the 2, 4 that the model was trained with"),
+    (["--cache.params", "{every: 2, positions: shared}", "--model.path", "{root}/trained"],
+     "cache.params.positions: shared is not the sequence that the model was trained with"),
+    (["--cache.params", "{}"], "cache.params.every: is missing"),
+    (["--breadcrumbs.student", "apart"], "breadcrumbs.student: apart is not one of 'same' or 'separate'"),
+])  # fmt: skip
+def test_in_training(folder, capsys, flags, message):
+    flags = [flag.replace("{root}", str(folder)) for flag in flags]
+    assert message in error_of(capsys, "train", str(folder / "config.yaml"), *flags)
+    assert not (folder / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize(("model", "flags", "message"), [
+    ("trained", ["--every", "0"], "--every: 0 is below the minimum 1"),
+    ("trained", ["--every", "3"], "--every: 3 is not one of the 2, 4 that the model was trained with"),
+    ("trained", ["--every", "4", "--max_completion_length", "3"], "--every: 4 is over --max_completion_length (3)"),
+    ("plain", ["--every", "4"], "beacon needs a model that has a beacon"),
+])  # fmt: skip
+def test_in_evaluation(folder, capsys, model, flags, message):
+    given = ["--task", "recurrence", "--n", "2", "--policy", "beacon", *flags]
+    assert message in error_of(capsys, "eval", str(folder / model), *given)
+    assert message in error_of(capsys, "eval", str(folder / model), *given, "--curve", "--baselines", "recent")
+
+
+def test_a_tokenizer_without_room(folder, capsys, monkeypatch):
+    from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.setattr(PreTrainedTokenizerFast, "add_tokens", lambda *_, **__: 0)
+    flags = ["--cache.params.every", "4", "--model.path", str(folder / "plain")]
+    message = error_of(capsys, "train", str(folder / "config.yaml"), *flags)
+    assert "beacons.token: this tokenizer takes no new token; name a reserved one that it has" in message
