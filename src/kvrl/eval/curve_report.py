@@ -19,17 +19,17 @@ def summarise_curves(outcomes: Sequence[Outcome]) -> dict[str, Any] | None:
         return None
     overheads = [[s["breadcrumbs/overhead"] for s in o.steps if "breadcrumbs/overhead" in s] for o in outcomes]
 
-    def over_seeds(value: Callable[[dict[str, Any]], float | None]) -> dict[str, Any] | None:
-        found = [v for curve in curves if (v := value(curve)) is not None]
+    def over_seeds(value: Callable[..., float | None], *given: str) -> dict[str, Any] | None:
+        found = [v for curve in curves if (v := value(curve, *given)) is not None]
         return interval(found) if found else None
 
     windows = sorted({p["decoding"] for p in curves[0]["methods"]["beacons"]["points"]}, key=lambda c: int(c[2:]))
     return {
         "full": over_seeds(lambda c: c["full"]["accuracy"]),
-        "retained": {w: over_seeds(lambda c, w=w: point(c, w)["retained"]) for w in windows},
-        "held_entries": {w: over_seeds(lambda c, w=w: point(c, w)["held_entries"]) for w in windows},
+        "retained": {w: over_seeds(lambda c, w: point(c, w)["retained"], w) for w in windows},
+        "held_entries": {w: over_seeds(lambda c, w: point(c, w)["held_entries"], w) for w in windows},
         "held_entries_full": over_seeds(lambda c: c["full"]["held_entries"]),
-        "auac": {name: over_seeds(lambda c, n=name: c["methods"][n]["auac"]) for name in curves[0]["methods"]},
+        "auac": {name: over_seeds(lambda c, n: c["methods"][n]["auac"], name) for name in curves[0]["methods"]},
         "overhead": interval([statistics.median(x) for x in overheads]) if all(overheads) else None,
         "minutes": interval([sum(s["seconds"] for s in o.steps) / 60 for o in outcomes]),
     }

@@ -47,6 +47,10 @@ class Average:
         yield self.model
 
 
+def _itself(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
+    return contextlib.nullcontext(model)
+
+
 class Distiller:
     """lambda * KL between the views, a mean over response tokens (arXiv 2605.06850, section 3)."""
 
@@ -60,7 +64,7 @@ class Distiller:
         source = start if settings.teacher_weights == "start" else self.average
         weights: Weights | None = None if source is None else source.active
         if apart and weights is None:
-            weights = partial(contextlib.nullcontext, model)
+            weights = partial(_itself, model)
         self.distillation = Distillation(settings.teacher, settings.kl, settings.top_k, weights)
 
     def lesson(self, scored: Scored, rollouts: Sequence[Rollout], pupil: Any) -> tuple[Scored, float]:

@@ -83,8 +83,8 @@ class Run:
         budgets = self.config.eval_budgets
         if self.student is None:
             return [(self.model, budgets)]
-        parts = [(self.student, [b for b in budgets if b != "full"]), (self.model, [b for b in budgets if b == "full"])]
-        return [(model, part) for model, part in parts if part]
+        compressed, full = ([b for b in budgets if (b == "full") is flag] for flag in (False, True))
+        return [(model, part) for model, part in ((self.student, compressed), (self.model, full)) if part]
 
 
 def build(config: Config, say: Say = print) -> tuple[Run, int]:
@@ -122,12 +122,13 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
         distiller = Distiller(distillation, model, reference, apart=apart)
     if config.algorithm == "ppo":
         critic = Critic(model, own_model=config.ppo.critic == "model")
-    scorer = Scorer(
-        model, backend=config.replay.backend, chunk=config.replay.logprob_chunk, critic=critic,
-        native_kernels=config.replay.native_kernels,
-    ).train()  # fmt: skip
+    scoring: dict[str, Any] = {
+        "backend": config.replay.backend, "chunk": config.replay.logprob_chunk,
+        "native_kernels": config.replay.native_kernels,
+    }  # fmt: skip
+    scorer = Scorer(model, critic=critic, **scoring).train()
     if student is not None:
-        pupil = Scorer(student, backend=config.replay.backend, chunk=config.replay.logprob_chunk).train()
+        pupil = Scorer(student, **scoring).train()
     optimizer = make_optimizer(
         model, config.train, None, critic, config.ppo.critic_learning_rate, student, config.breadcrumbs.learning_rate
     )
