@@ -24,12 +24,14 @@ def names(path: Path) -> str:
 @pytest.mark.parametrize("path", EXAMPLES, ids=names)
 def test_every_example_can_be_planned(path):
     config = load_config(path)
+    if config.task.name in ("countdown", "star_graph"):
+        pytest.importorskip("reasoning_gym")
     plan = make_plan(config, memory=400 * GIB)
     assert plan.parameters > 0 and set(plan.phases) >= {"rollout", "backward", "optimiser step"}
     assert all(total > plan.resident["weights"] for total in plan.totals.values())
     assert plan.activations["checkpointed"] < plan.activations["kept"]
     assert plan.fits is not None
-    if config.method != "dense":
+    if not config.rollout_cache.is_dense:
         assert plan.kv_per_slot < plan.full_kv_per_slot and plan.fits["cache"] > plan.fits["full"]
 
 

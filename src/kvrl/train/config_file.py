@@ -231,6 +231,7 @@ def _nearest(field: str, kind: type[BaseModel]) -> str:
     siblings = list(section.model_fields)
     prefix = "".join(f"{name}." for name in sections)
     elsewhere = [path for path in _paths(kind) if path.split(".")[-1] == leaf]
+    elsewhere.sort(key=lambda path: not path.startswith("train."))  # a section that every run has comes first
     near = difflib.get_close_matches(leaf, siblings, n=1, cutoff=0.75)
     for guess in [*(prefix + name for name in near), *elsewhere]:
         return f"did you mean {guess}?"
