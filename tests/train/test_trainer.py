@@ -10,7 +10,7 @@ from kvrl.train import trainer
 from kvrl.train.batch import Batch, micro_batches, minibatches
 from kvrl.train.diagnostics import ParityError, repetition_rate
 from kvrl.train.run import build
-from kvrl.train.trainer import collect, guard, train, update
+from kvrl.train.trainer import collect, train, update
 from runs import make_config, metrics_of, noisy_rewards
 
 
@@ -121,11 +121,58 @@ def test_a_broken_replay_stops_the_run_before_any_update(tmp_path, monkeypatch):
             r.trace.events[0, 0, (r.trace.events[0, 0] == 1).nonzero()[0]] = 0
     before = [p.detach().clone() for p in run.model.parameters()]
     with pytest.raises(KvrlError):
-        guard(run, batch, 1)
+        trainer.replayed(run, batch)
     monkeypatch.setattr(trainer, "collect", lambda run: (batch, {}))
     with pytest.raises(KvrlError):
         trainer.train_step(run, 1)
     assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"grpo": {"num_iterations": 2, "num_minibatches": 2}}, {"method": "dense"},
+    {"model": {"gradient_checkpointing": True}},
+])  # fmt: skip
+def test_the_first_update_shows_parity_without_a_forward_of_its_own(tmp_path, monkeypatch, changes):
+    noisy_rewards(monkeypatch)
+    run, _ = build(make_config(tmp_path, parity={"dense_every": 0}, **changes), lambda text: None)
+    batch, _ = collect(run)
+    monkeypatch.setattr(trainer, "collect", lambda run: (batch, {}))
+    wanted = trainer.replayed(run, batch)  # of all completions
+    monkeypatch.setattr(trainer, "replayed", None)  # would fail
+    found = trainer.train_step(run, 1)
+    assert 0 < found["parity/mean"] < 1e-6
+    if "grpo" not in changes:  # all in the first update
+        assert all(found[name] == pytest.approx(value, abs=2e-6) for name, value in wanted.items())
+
+
+@pytest.mark.parametrize("method", ["shadow_mask", "dense", "naive"])
+def test_log_probs_that_the_replay_does_not_give_stop_the_run_before_any_update(tmp_path, monkeypatch, method):
+    noisy_rewards(monkeypatch)
+    run, _ = build(make_config(tmp_path, method=method), lambda text: None)
+    batch, _ = collect(run)
+    for r in batch.rollouts:
+        r.logprobs.add_(1e-3)
+    monkeypatch.setattr(trainer, "collect", lambda run: (batch, {}))
+    before = [p.detach().clone() for p in run.model.parameters()]
+    with pytest.raises(ParityError, match="has mean 0.001, over 1e-05"):
+        trainer.train_step(run, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("changes", [{"method": "naive"}, {"method": "corrected"}])
+def test_a_learner_in_another_view_is_checked_by_a_replay(tmp_path, changes):
+    run, _ = build(make_config(tmp_path, **changes), lambda text: None)
+    metrics = trainer.train_step(run, 1)
+    assert metrics["parity/mean"] < 1e-6 < 1e-3 < metrics["dense_mismatch"]
+
+
+def test_parity_is_measured_where_nothing_is_learned(tmp_path):
+    config = make_config(
+        tmp_path, grpo={"mask_truncated_completions": True}, sampling={"max_completion_length": 9, "eos_token_ids": []}
+    )
+    run, _ = build(config, lambda text: None)
+    metrics = trainer.train_step(run, 1)
+    assert metrics["truncated"] == metrics["updates_skipped"] == 1 and metrics["parity/mean"] < 1e-6
 
 
 def test_parity_tolerances_stop_on_mean_and_p99_alone(tmp_path):

@@ -185,7 +185,9 @@ class EvalSettings(Section):
 
 class ParitySettings(Section):
     samples: int = Field(16, ge=1)
-    """Completions of each step on which |logp sampler - logp replay| is measured before any update."""
+    """Completions of each step on which |logp sampler - logp replay| is measured before any update. Where the learner's
+    view is the sampler's, the first update's own forward tells instead, on all of its completions (not for mixtures of
+    experts)."""
     mean_tolerance: Positive | None = None
     """Mean above which the run stops. Default: 1e-5 in float32, 0.05 in bfloat16."""
     p99_tolerance: Positive | None = None

@@ -23,16 +23,20 @@ def difference(scores: Tensor, rollouts: Sequence[Rollout]) -> Tensor:
     return (scores - sampler_logprobs(rollouts, scores.device)).abs()[mask]
 
 
+def spread(diff: Tensor) -> dict[str, float]:
+    """The parity metrics of differences, f32 [tokens]."""
+    return {
+        "parity/mean": diff.mean().item(),
+        "parity/p99": diff.sort().values[int(0.99 * (len(diff) - 1))].item(),
+        "parity/max": diff.max().item(),
+    }
+
+
 @torch.no_grad()
 def parity(scorer: Scorer, rollouts: Sequence[Rollout]) -> dict[str, float]:
     """|logp sampler - logp replay| as mean, p99 and max; for mixtures of experts also the routings that flipped."""
     with RoutingRecorder.attached(scorer.model, batch_invariant=False) as recorder:
-        diff = difference(scorer(rollouts, view="sparse")[0], rollouts)
-        metrics = {
-            "parity/mean": diff.mean().item(),
-            "parity/p99": diff.sort().values[int(0.99 * (len(diff) - 1))].item(),
-            "parity/max": diff.max().item(),
-        }
+        metrics = spread(difference(scorer(rollouts, view="sparse")[0], rollouts))
         if recorder is not None:
             length = max(r.trace.num_tokens for r in rollouts)  # all that was fed
             learner = torch.stack([x.view(len(rollouts), length, -1) for x in recorder.newest], dim=1).cpu()

@@ -11,6 +11,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
+from kvrl.attention.probe import find_routers
 from kvrl.beacons.config import beacons_for
 from kvrl.beacons.insert import insert_drawn
 from kvrl.clock import now
@@ -28,7 +29,7 @@ from kvrl.train.batch import Batch, Cut, micro_batches, minibatches
 from kvrl.train.checkpoint import save_checkpoint, save_models
 from kvrl.train.config import Config
 from kvrl.train.data import columns_of
-from kvrl.train.diagnostics import check_parity, dense_mismatch, parity, repetition_rate
+from kvrl.train.diagnostics import check_parity, dense_mismatch, difference, parity, repetition_rate, spread
 from kvrl.train.optimizer import CRITIC, POLICY, STUDENT, optimized
 from kvrl.train.output import check_output_dir, make_output_dir, prepare_output_dir
 from kvrl.train.run import Run, build
@@ -41,7 +42,7 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     batch, metrics = collect(run)
     rollout_seconds = time.perf_counter() - start
     metrics |= guard(run, batch, step)
-    metrics |= update(run, batch, step)
+    metrics |= update(run, batch, step, check=parity_is_free(run))
     seconds = time.perf_counter() - start
     if (taught := metrics.get("breadcrumbs/seconds")) is not None:  # against what the step takes without it
         metrics["breadcrumbs/overhead"] = taught / (seconds - taught)
@@ -49,20 +50,42 @@ def train_step(run: Run, step: int) -> dict[str, float]:
 
 
 def guard(run: Run, batch: Batch, step: int) -> dict[str, float]:
-    """Before any update: does the learner see what the sampler saw? ParityError if it does not."""
-    config, scorer = run.config, run.accelerator.unwrap_model(run.scorer)
-    checked = batch.rollouts[:: max(1, len(batch.rollouts) // config.parity.samples)]
-    metrics = parity(scorer, checked)
-    check_parity(metrics, config.parity_tolerances)
-    every = config.parity.dense_every
+    """Before any update: does the learner see what the sampler saw? ParityError if it does not.
+
+    Where `parity_is_free` the first update's own forward tells, in `update`.
+    """
+    metrics = {} if parity_is_free(run) else replayed(run, batch)
+    every = run.config.parity.dense_every
     if every and (step - 1) % every == 0:
-        metrics["dense_mismatch"] = dense_mismatch(scorer, checked)
+        metrics["dense_mismatch"] = dense_mismatch(run.accelerator.unwrap_model(run.scorer), checked(run, batch))
         metrics["repetition"] = repetition_rate(batch.rollouts)
     return metrics
 
 
-def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
-    """The optimiser steps on one batch. Every log-prob here is in the method's learner view."""
+def parity_is_free(run: Run) -> bool:
+    """Whether the learner's log-probs before the first update are the replay's, and no routing is to be compared."""
+    config = run.config
+    own = config.learner_view == config.sampler_view and config.method != "breadcrumbs"  # whose rollouts get beacons
+    return own and not find_routers(run.model)
+
+
+def replayed(run: Run, batch: Batch) -> dict[str, float]:
+    """Parity by a forward of its own."""
+    metrics = parity(run.accelerator.unwrap_model(run.scorer), checked(run, batch))
+    check_parity(metrics, run.config.parity_tolerances)
+    return metrics
+
+
+def checked(run: Run, batch: Batch) -> list[Rollout]:
+    """About `parity.samples` completions."""
+    return batch.rollouts[:: max(1, len(batch.rollouts) // run.config.parity.samples)]
+
+
+def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[str, float]:
+    """The optimiser steps on one batch. Every log-prob here is in the method's learner view.
+
+    check: parity by the first one's forward, before it changes anything (`parity_is_free`).
+    """
     config, algorithm, distiller = run.config, run.algorithm, run.distiller
     rollouts, settings, view = batch.rollouts, config.settings, config.learner_view
     breadcrumbs, rl, taught_seconds = config.method == "breadcrumbs", True, 0.0
@@ -78,6 +101,7 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
     metrics = dict(fixed.metrics) | ({} if views.correction is None else views.correction.metrics)
 
     losses, norms, parts, entropies = [], [], [], []
+    differences: list[Tensor] | None = [] if check else None  # to the sampler, before the first update
     for iteration in range(settings.num_iterations):
         order = config.seed + 1009 * step + iteration
         for mini in minibatches(len(rollouts), settings.num_minibatches, settings.num_generations, order):
@@ -90,6 +114,8 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
                 chosen = [rollouts[i] for i in micro]
                 distill = None if distiller is None or apart else distiller.distillation
                 scored = learner(chosen, view=view, distill=distill)
+                if differences is not None:
+                    differences.append(difference(scored.logps.detach(), chosen))
                 cut = Cut(micro, scored.logps)
                 loss, part = algorithm.loss(scored, fixed, cut, normaliser) if rl else (torch.zeros(()), {})
                 if distiller is not None:
@@ -109,6 +135,10 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
                 losses.append(loss.detach())
                 parts.append(part)
                 entropies.append(scored.entropy[cut(fixed.mask)])
+            if differences is not None:
+                metrics |= spread(torch.cat(differences))
+                check_parity(metrics, config.parity_tolerances)
+                differences = None
             if algorithm.critic_alone(step):
                 for tensor in optimized(run.optimizer, POLICY):
                     tensor.grad = None
@@ -123,6 +153,8 @@ def update(run: Run, batch: Batch, step: int) -> dict[str, float]:
             if distiller is not None:
                 distiller.after_update()  # the average follows, the controller moves the weight
 
+    if differences is not None:  # no sample taught anything
+        metrics |= replayed(run, batch)
     if norms:
         metrics |= mean_metrics(merge_metrics(parts)) | {
             "loss": float(sum(losses)) / len(norms),
