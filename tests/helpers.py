@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 import kvrl
+from kvrl.cache.trace import KVTrace, num_events
 from kvrl.eval.oracle import incremental_error, oracle_logprobs
 from kvrl.models.tiny_families import BOS, VOCAB, build_family
 
@@ -97,3 +98,16 @@ def assert_same_bits(a: kvrl.Rollout, b: kvrl.Rollout) -> None:
     assert torch.equal(a.logprobs, b.logprobs)
     assert torch.equal(a.trace.events, b.trace.events)
     assert torch.equal(a.trace.evicted_at_event, b.trace.evicted_at_event)
+
+
+def random_trace(tokens: int, budget: int, buffer: int, seed: int, heads: int = 2) -> KVTrace:
+    """Lifetimes of a sampler that evicts at random: one layer."""
+    g = torch.Generator().manual_seed(seed)
+    events = torch.full((1, heads, tokens), -1, dtype=torch.int16)
+    count = num_events(tokens - 1, budget, buffer)
+    at = budget + buffer + buffer * torch.arange(count, dtype=torch.int32)
+    for i, t in enumerate(at.tolist()):
+        for h in range(heads):
+            alive = (events[0, h, :t] < 0).nonzero()[:, 0]
+            events[0, h, alive[torch.randperm(len(alive), generator=g)[:buffer]]] = i
+    return KVTrace(events, at, budget, buffer).validate()

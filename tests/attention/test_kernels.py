@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from helpers import cache, gap, make_prompts, model, replay, sample
+from helpers import cache, gap, make_prompts, model, random_trace, replay, sample
 from kvrl.attention.kernels import attend
 from kvrl.attention.replay import ReplayContext, attend_mask
 from kvrl.attention.seam import AttentionCall
 from kvrl.attention.segments import Plan, attend_band, attend_segments, survivors
-from kvrl.cache.trace import KVTrace, num_events
+from kvrl.cache.trace import KVTrace
 from kvrl.errors import KvrlError
 
 HQ, HKV, D = 4, 2, 8
@@ -64,19 +64,6 @@ def test_no_mask_is_causal(length, kind):
     q, k, v = qkv(length)
     causal = torch.ones(length, length, dtype=torch.bool).tril().expand(2, HKV, -1, -1)
     assert gap(attend(q, k, v, None, scaling=0.4, **kind), slow(q, k, v, causal, scaling=0.4, **kind)) < 1e-6
-
-
-def random_trace(tokens: int, budget: int, buffer: int, seed: int) -> KVTrace:
-    """Lifetimes of a sampler that evicts at random: 1 layer, HKV heads."""
-    g = torch.Generator().manual_seed(seed)
-    events = torch.full((1, HKV, tokens), -1, dtype=torch.int16)
-    count = num_events(tokens - 1, budget, buffer)
-    at = budget + buffer + buffer * torch.arange(count, dtype=torch.int32)
-    for i, t in enumerate(at.tolist()):
-        for h in range(HKV):
-            alive = (events[0, h, :t] < 0).nonzero()[:, 0]
-            events[0, h, alive[torch.randperm(len(alive), generator=g)[:buffer]]] = i
-    return KVTrace(events, at, budget, buffer).validate()
 
 
 def run(call_fields, tokens, kind, make):

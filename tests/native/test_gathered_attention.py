@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from helpers import gap
-from kvrl.attention import gathered
+from helpers import gap, random_trace
+from kvrl.attention import gathered, segments
 from kvrl.attention.gathered import attend_gathered
+from kvrl.attention.replay import attend_mask
+from kvrl.attention.seam import AttentionCall
+from kvrl.attention.segments import Plan, attend_segments
 from kvrl.native import gathered_attention as native
 from kvrl.native.gathered_attention import known
 
@@ -123,7 +126,67 @@ def test_nothing_gathered_is_kept_for_the_backward_pass():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
         out = attend_gathered(q, k, v, index, visible, scaling=0.3)
-    assert kept == [x.shape for x in (q, k, v, index, visible, out)] + [q.shape[:3]]
+    counts = q.shape[:1]
+    assert kept == [*(x.shape for x in (q, k, v, index)), counts, *(x.shape for x in (visible, out)), q.shape[:3]]
+
+
+@pytest.mark.parametrize("masks", ["one", "each"])
+def test_blocks_with_entries_of_their_own_number(monkeypatch, masks):
+    """The last `counts` entries of each block, the rest of `index` and `visible` is never read."""
+    blocks, hq, heads, m, n, d, batch, length = shape = (4, 4, 2, 20, 70, 64, 2, 90)
+    monkeypatch.setattr(native, "PARTS_BYTES", 3 * 2 * 4 * heads * n * d)
+    q, k, v, index, visible, grad = make(*shape, masks=(1, 1) if masks == "one" else (blocks, heads))
+    counts = torch.tensor([70, 1, 33, 64])
+    visible[..., -1] = True
+    exists = (torch.arange(n) >= n - counts[:, None])[:, None, None, :]  # [N, 1, 1, n]
+    exact = run(attend_gathered, q.double(), k.double(), v.double(), index, visible & exists, grad, scaling=0.3)
+    index = torch.where(exists[:, :, 0], index, 2**30)
+    found = run(attend_gathered, q, k, v, index, visible, grad, scaling=0.3, counts=counts)
+    for one, wanted in zip(found, exact, strict=True):
+        assert far(one, wanted) < 4e-3
+
+
+def test_a_query_that_sees_nothing():
+    q, k, v, index, visible, grad = make(2, 2, 1, 32, 9, 64, 1, 30)
+    blind = visible.clone()
+    blind[:, :, 5] = False
+    grad[:, :, 5] = 0
+    usual, found = (run(attend_gathered, q, k, v, index, seen, grad, scaling=0.3) for seen in (visible, blind))
+    assert not found[0][:, :, 5].any() and not found[1][:, :, 5].any()
+    assert torch.equal(found[0][:, :, 6:], usual[0][:, :, 6:])
+    for one, wanted in zip(found[2:], usual[2:], strict=True):
+        assert torch.equal(one, wanted)
+
+
+@pytest.mark.parametrize("window", [None, 40, 58, 75])
+@pytest.mark.parametrize("budget, buffer, tokens", [(37, 20, (100, 70, 58, 30)), (48, 16, (140,)), (40, 24, (33, 64))])
+def test_segments_as_blocks_equal_the_mask(monkeypatch, budget, buffer, tokens, window):
+    """All tokens of a sequence by the kernel, those before the first eviction too."""
+    traces = [random_trace(t, budget, buffer, seed=t) for t in tokens]
+    length, capacity = max(tokens), budget + buffer
+    lifetimes = torch.stack([torch.nn.functional.pad(t.evicted_at()[0], (0, length - t.num_tokens)) for t in traces])
+    lifetimes = lifetimes.masked_fill(lifetimes == 0, 10**6)
+    if window is not None and window <= capacity:  # a ring: the sampler's trace records nothing there
+        lifetimes = None
+    given = make(len(tokens), 4, 2, length, 1, 64, len(tokens), length)
+    grad = given[5] * (torch.arange(length) < torch.tensor(tokens)[:, None])[:, None, :, None]
+
+    def under(attend):
+        def attention(q, k, v):
+            return attend(AttentionCall(layer=0, q=q, k=k, v=v, scaling=0.3, window=window, softcap=None, s_aux=None))
+
+        return attention
+
+    plan = Plan(torch.zeros(1, len(tokens), 2, 1, budget, dtype=torch.int32), budget, buffer)
+    if any(t.num_events for t in traces):
+        plan = Plan.from_traces(traces, length, "cpu")
+    exact = run(under(lambda call: attend_mask(call, lifetimes)), *(x.double() for x in given[:3]), grad)
+    if window is None or window > capacity:
+        monkeypatch.setattr(segments, "attend", None)  # nothing is left to torch's attention
+    found = run(under(lambda call: attend_segments(call, plan)), *given[:3], grad)
+    real = (torch.arange(length) < torch.tensor(tokens)[:, None])[:, None, :, None]
+    for one, wanted in zip(found, exact, strict=True):
+        assert one.isfinite().all() and far(one * real, wanted * real) < 5e-3
 
 
 def test_what_is_known():

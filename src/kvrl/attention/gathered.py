@@ -26,6 +26,7 @@ def attend_gathered(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     native: bool = True,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """Attention of N segments of m queries, each over n entries of its own for each KV head.
 
@@ -33,12 +34,30 @@ def attend_gathered(
     visible bool [1 or N, 1 or H, m, n]; s_aux [Hq]; native: by a compiled kernel, where there is one. Returns
     [N, Hq, m, D]. Gradients of entries that several segments read are summed in fp32. Nothing gathered is kept for
     the backward pass.
+
+    counts int64 [N], where the kernel `takes` the call: a segment has only the last so many of its n entries, and a
+    query that sees none of them gets 0.
     """
-    if torch.is_autocast_enabled(q.device.type):  # as attention's products would be: the backward pass has no autocast
-        q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
-    if native and softcap is None and s_aux is None and known(q, k):
-        return attend_gathered_native(q, k, v, index, visible, scaling)
+    if native and takes(q, k, softcap=softcap, s_aux=s_aux):
+        if counts is None:
+            counts = torch.full((len(q),), index.shape[2])
+        return attend_gathered_native(*_cast(q, k, v), index, counts, visible, scaling)
+    assert counts is None
+    q, k, v = _cast(q, k, v)
     return _Gathered.apply(q, k, v, s_aux, index, visible, scaling, softcap)
+
+
+def takes(
+    q: Tensor, k: Tensor, *, softcap: float | None = None, s_aux: Tensor | None = None, scaling: float | None = None
+) -> bool:
+    """Whether the compiled kernel does attention of queries [N, Hq, m, D] over keys [B, H, T, D]."""
+    return softcap is None and s_aux is None and known(*_cast(q[:1], k[:1]))
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """To autocast's dtype, as attention's products would be: the backward pass has no autocast."""
+    kind = tensors[0].device.type
+    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors) if torch.is_autocast_enabled(kind) else tensors
 
 
 class _Gathered(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kvrl.attention.gathered import attend_gathered
+from kvrl.attention.gathered import attend_gathered, takes
 from kvrl.attention.kernels import attend
 from kvrl.attention.seam import AttentionCall
 from kvrl.cache.trace import KVTrace
@@ -85,13 +85,15 @@ def attend_segments(call: AttentionCall, plan: Plan | None, *, native: bool = Tr
     capacity = call.q.shape[2] if plan is None else plan.capacity
     if call.window is not None and call.window <= capacity and call.window < call.q.shape[2]:
         return attend_band(call)  # a ring in the sampler: no policy ever touched it
-    if plan is None or call.q.shape[2] <= capacity:
+    if plan is None:
         return attend(call.q, call.k, call.v, _causal(call, call.q.shape[2]), **call.kernel())
+    if native and takes(call.q[:, :, : plan.buffer], call.k, **call.kernel()):
+        return _from(capacity - -(-capacity // plan.buffer) * plan.buffer, call, plan, native)
     first = attend(
         call.q[:, :, :capacity], call.k[:, :, :capacity], call.v[:, :, :capacity],
-        _causal(call, capacity), **call.kernel(),
+        _causal(call, min(capacity, call.q.shape[2])), **call.kernel(),
     )  # fmt: skip
-    return torch.cat([first, _later_segments(call, plan, native)], dim=2)
+    return first if call.q.shape[2] <= capacity else torch.cat([first, _from(capacity, call, plan, native)], dim=2)
 
 
 def _causal(call: AttentionCall, length: int) -> Tensor | None:
@@ -103,25 +105,33 @@ def _causal(call: AttentionCall, length: int) -> Tensor | None:
     return (k <= q) & (k > q - call.window)
 
 
-def _later_segments(call: AttentionCall, plan: Plan, native: bool) -> Tensor:
-    """Attention of all queries after the first eviction, [B, Hq, T - capacity, D]."""
+def _from(begin: int, call: AttentionCall, plan: Plan, native: bool) -> Tensor:
+    """Attention of all queries from `begin` on, in blocks of `buffer`: [B, Hq, T - max(begin, 0), D].
+
+    begin: the first eviction, or whole blocks before it so that all tokens are among them; it may be negative then.
+    """
     batch, hq, length, d = call.q.shape
     heads, budget, buffer, capacity = call.k.shape[1], plan.budget, plan.buffer, plan.capacity
-    count = -(-(length - capacity) // buffer)
-    fill = count * buffer - (length - capacity)
+    before, count = max(0, -begin), -(-(length - begin) // buffer)
+    fill = count * buffer - (length - begin)
+    early = min(count, (capacity - begin) // buffer)  # blocks before the first eviction
     kept = plan.survivors[call.layer]  # [B, H, E, budget]
-    if kept.shape[2] < count:  # queries after the last eviction on record are padding, or the last token's
-        kept = torch.cat([kept, kept[:, :, -1:].expand(-1, -1, count - kept.shape[2], -1)], dim=2)
-    kept = kept[:, :, :count]
+    if kept.shape[2] < count - early:  # queries after the last eviction on record are padding, or the last token's
+        kept = torch.cat([kept, kept[:, :, -1:].expand(-1, -1, count - early - kept.shape[2], -1)], dim=2)
+    kept = kept[:, :, : count - early]
 
-    q = F.pad(call.q[:, :, capacity:], (0, 0, 0, fill)).view(batch, hq, count, buffer, d)
+    q = F.pad(call.q[:, :, max(0, begin) :], (0, 0, before, fill)).view(batch, hq, count, buffer, d)
     q = q.transpose(1, 2).flatten(0, 1)  # [B * count, Hq, buffer, D]
-    # Survivors and own segment; beyond the last token only padding looks
-    start = capacity + buffer * torch.arange(count, device=q.device, dtype=torch.int32)
-    own = (start[:, None] + torch.arange(buffer, device=q.device, dtype=torch.int32)).expand(batch, heads, -1, -1)
-    position = torch.cat([kept, own], dim=3).transpose(1, 2)  # [B, count, H, capacity]
+    # All tokens up to the block's last, or survivors and the block's own; beyond the last token only padding looks
+    start = begin + buffer * torch.arange(count, device=q.device, dtype=torch.int32)
+    all_so_far = (start[:early, None] + buffer - capacity) + torch.arange(capacity, device=q.device, dtype=torch.int32)
+    own = start[early:, None] + torch.arange(buffer, device=q.device, dtype=torch.int32)
+    position = torch.cat([
+        all_so_far.expand(batch, heads, -1, -1), torch.cat([kept, own.expand(batch, heads, -1, -1)], dim=3)
+    ], dim=2).transpose(1, 2)  # [B, count, H, capacity]  # fmt: skip
     base = length * torch.arange(batch * heads, device=q.device, dtype=torch.int32).view(batch, 1, heads, 1)
-    index = (base + position.clamp(max=length - 1)).flatten(0, 1)  # [B * count, H, capacity]
+    index = (base + position.clamp(0, length - 1)).flatten(0, 1)  # [B * count, H, capacity]
+    counts = (start.long() + buffer).clamp(max=capacity).repeat(batch) if early else None  # of entries, the last ones
     entry = torch.arange(capacity, device=q.device)
     row = torch.arange(buffer, device=q.device)[:, None]
     visible = (entry <= budget + row)[None, None]  # causal, aligned to the bottom right
@@ -130,10 +140,10 @@ def _later_segments(call: AttentionCall, plan: Plan, native: bool) -> Tensor:
         inside = position[..., None, :] > oldest[:, None, :, None]  # [B, count, H, buffer, capacity]
         visible = visible & inside.flatten(0, 1)
     out = attend_gathered(
-        q, call.k, call.v, index, visible, native=native, **call.kernel()
+        q, call.k, call.v, index, visible, native=native, counts=counts, **call.kernel()
     )  # [B * count, Hq, buffer, D]
     out = out.view(batch, count, hq, buffer, d).transpose(1, 2).reshape(batch, hq, count * buffer, d)
-    return out[:, :, : length - capacity]
+    return out[:, :, before : count * buffer - fill]
 
 
 def attend_band(call: AttentionCall) -> Tensor:

@@ -4,6 +4,7 @@
 // are float32. The query heads of a group are rows of one product. Every sum runs in one order, whatever the threads.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "gemm.h"
@@ -13,6 +14,7 @@ namespace {
 struct Call {
     const uint16_t *q, *k, *v;       // [N, H, M, D]; [R, D] both
     const int32_t* index;            // [N, H, n], rows of k and v
+    const int64_t* counts;           // [N]: a block's entries are the last so many of its n
     const uint8_t* visible;          // forward: [1 or N, 1 or H, M, n]; backward: the same transposed, [.., n, M]
     uint16_t* out;                   // [N, H, M, D]: the result; read by the backward pass
     float* lse;                      // [N, H, M]: the logarithm of the sum of exponentials; likewise
@@ -21,6 +23,13 @@ struct Call {
     float *grad_k, *grad_v;          // [N, H, n, D], one for each gathered entry
     int64_t blocks, heads, rows, n, dim, visible_block, visible_head, threads;
     float scaling;
+};
+
+// Of a block and head: where its rows are, and where its entries begin among n.
+struct Place {
+    int64_t at, skipped, count;
+    Place(const Call& call, int64_t block, int64_t head)
+        : at(block * call.heads + head), skipped(call.n - call.counts[block]), count(call.counts[block]) {}
 };
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
@@ -90,9 +99,10 @@ struct Forward {
           logits(ROWS * up(call.n)) {}
 
     void run(const Call& call, int64_t block, int64_t head) {
-        const int64_t at = block * call.heads + head, n = call.n, wide = up(n), dim = call.dim;
-        const int32_t* index = call.index + at * n;
-        const uint8_t* visible = call.visible + block * call.visible_block + head * call.visible_head;
+        const Place place(call, block, head);
+        const int64_t at = place.at, n = place.count, wide = up(n), dim = call.dim;
+        const int32_t* index = call.index + at * call.n + place.skipped;
+        const uint8_t* visible = call.visible + block * call.visible_block + head * call.visible_head + place.skipped;
         gather(call.k, index, entries.data(), n, dim);
         pack_rows(entries.data(), keys.data(), n, dim);
         gather(call.v, index, entries.data(), n, dim);
@@ -103,7 +113,7 @@ struct Forward {
                           [&](int r, int64_t c, Vec x) { store(logits.data() + r * wide + c, x * call.scaling); });
             float scale[ROWS];
             for (int r = 0; r < count; r++)
-                scale[r] = 1 / softmax(logits.data() + r * wide, visible + (row + r) * n, probs.data() + r * wide, n,
+                scale[r] = 1 / softmax(logits.data() + r * wide, visible + (row + r) * call.n, probs.data() + r * wide, n,
                                        call.lse + at * call.rows + row + r);
             uint16_t* out = call.out + (at * call.rows + row) * dim;
             multiply_rows(count, probs.data(), values.data(), wide, dim,
@@ -112,6 +122,7 @@ struct Forward {
     }
 
     // Exponentials of the visible logits, less the largest, as bfloat16; returns their sum and gives its logarithm.
+    // Where nothing is visible they are 0 here and, by an infinite logarithm, in the backward pass.
     static float softmax(float* logits, const uint8_t* visible, uint16_t* probs, int64_t n, float* lse) {
         Vec top = splat(-INFINITY), sum_of = {};
         for (int64_t j = 0; j < up(n); j += LANES) {
@@ -119,15 +130,15 @@ struct Forward {
             store(logits + j, x);
             top = x > top ? x : top;
         }
-        const float most = largest(top);
+        const float most = std::max(largest(top), std::numeric_limits<float>::lowest());
         for (int64_t j = 0; j < up(n); j += LANES) {
             Vec e = exponential(load(logits + j) - most);
             sum_of += e;
             store(probs + j, e);
         }
         const float total = sum(sum_of);
-        *lse = most + std::log(total);
-        return total;
+        *lse = total == 0 ? INFINITY : most + std::log(total);
+        return total == 0 ? 1 : total;
     }
 };
 
@@ -144,9 +155,12 @@ struct Backward {
           products(probs.size()) {}
 
     void run(const Call& call, int64_t block, int64_t head) {
-        const int64_t at = block * call.heads + head, n = call.n, rows = call.rows, wide = up(rows), dim = call.dim;
-        const int32_t* index = call.index + at * n;
-        const uint8_t* visible = call.visible + block * call.visible_block + head * call.visible_head;
+        const Place place(call, block, head);
+        const int64_t at = place.at, n = place.count, rows = call.rows, wide = up(rows), dim = call.dim;
+        const int64_t first = at * call.n + place.skipped;
+        const int32_t* index = call.index + first;
+        const uint8_t* visible =
+            call.visible + block * call.visible_block + head * call.visible_head + place.skipped * rows;
         const uint16_t *q = call.q + at * rows * dim, *grad = call.grad + at * rows * dim;
         gather(call.k, index, keys.data(), n, dim);
         gather(call.v, index, values.data(), n, dim);
@@ -171,7 +185,7 @@ struct Backward {
             for (int r = 0; r < count; r++) differentiate(call, visible + (key + r) * rows, r, rows);
             for (int64_t row = 0; row < rows; row++)
                 for (int r = 0; r < count; r++) by_query[row * up(n) + key + r] = slopes[r * wide + row];
-            float *grad_k = call.grad_k + (at * n + key) * dim, *grad_v = call.grad_v + (at * n + key) * dim;
+            float *grad_k = call.grad_k + (first + key) * dim, *grad_v = call.grad_v + (first + key) * dim;
             multiply_rows(count, probs.data(), grad_columns.data(), wide, dim,
                           [&](int r, int64_t c, Vec x) { store(grad_v + r * dim + c, x); });
             multiply_rows(count, slopes.data(), q_columns.data(), wide, dim,
@@ -204,7 +218,7 @@ void each_task(const Call& call) {
 #pragma omp parallel num_threads(int(call.threads))
     {
         Task task(call);
-#pragma omp for schedule(static)
+#pragma omp for schedule(dynamic)
         for (int64_t i = 0; i < call.blocks * call.heads; i++) task.run(call, i / call.heads, i % call.heads);
     }
 }
@@ -215,14 +229,14 @@ extern "C" void kvrl_gathered_forward(const Call* call) { each_task<Forward>(*ca
 
 extern "C" void kvrl_gathered_backward(const Call* call) { each_task<Backward>(*call); }
 
-// total [R, D] += parts [N, H, n, D] at index [N, H, n]; rows of different heads are different rows.
-extern "C" void kvrl_gathered_add(const float* parts, const int32_t* index, float* total, int64_t blocks,
-                                  int64_t heads, int64_t n, int64_t dim, int64_t threads) {
+// total [R, D] += parts [N, H, n, D] at index [N, H, n], the last counts [N] of n; different heads have different rows.
+extern "C" void kvrl_gathered_add(const float* parts, const int32_t* index, const int64_t* counts, float* total,
+                                  int64_t blocks, int64_t heads, int64_t n, int64_t dim, int64_t threads) {
 #pragma omp parallel for collapse(2) num_threads(int(threads)) schedule(static)
     for (int64_t head = 0; head < heads; head++)
         for (int64_t d = 0; d < dim; d += LANES)
             for (int64_t block = 0; block < blocks; block++)
-                for (int64_t i = (block * heads + head) * n; i < (block * heads + head + 1) * n; i++) {
+                for (int64_t end = (block * heads + head + 1) * n, i = end - counts[block]; i < end; i++) {
                     float* to = total + index[i] * dim + d;
                     store(to, load(to) + load(parts + i * dim + d));
                 }
