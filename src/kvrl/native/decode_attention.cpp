@@ -34,6 +34,10 @@ struct Call {
 
 namespace {
 
+// The larger number, x where it is none.
+inline float larger(float x, float most) { return x > most || x != x ? x : most; }
+inline Vec larger(Vec x, Vec most) { return (x > most) | (x != x) ? x : most; }
+
 // The products of G queries with one key, each as a vector of partial sums.
 template <int G, class T>
 inline void products(const T* q, int64_t q_stride, const T* key, int dim, Vec* acc) {
@@ -112,8 +116,10 @@ void attend(const T* q, int64_t q_stride, const T* keys, const T* values, int64_
             for (int64_t j = 0; j < n; j++)
                 if (position[j] <= oldest) w[j] = -INFINITY;
         for (int64_t j = n; j < padded; j++) w[j] = -INFINITY;
+        Vec tops = splat(-INFINITY);
+        for (int64_t j = 0; j < padded; j += LANES) tops = larger(load(w + j), tops);
         float most = sinks ? sinks[g] : -INFINITY;
-        for (int64_t j = 0; j < n; j++) most = w[j] > most || w[j] != w[j] ? w[j] : most;
+        for (int i = 0; i < LANES; i++) most = larger(tops[i], most);
         Vec sum_of = {};
         for (int64_t j = 0; j < padded; j += LANES) {
             Vec e = exponential(load(w + j) - most);

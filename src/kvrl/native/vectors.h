@@ -3,6 +3,10 @@
 #include <cstdint>
 #include <cstring>
 
+#ifdef __AVX512F__
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int LANES = 16;
@@ -20,9 +24,13 @@ inline Vec load(const float* p) {
 }
 
 inline Vec load(const uint16_t* p) {  // bfloat16: the upper half of a float
+#ifdef __AVX512F__  // GCC widens and narrows vectors of so many numbers in four parts
+    Words w = (Words)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
     Halves h;
     std::memcpy(&h, p, sizeof h);
     Words w = __builtin_convertvector(h, Words) << 16;
+#endif
     Vec v;
     std::memcpy(&v, &w, sizeof v);
     return v;
@@ -36,8 +44,12 @@ inline void store(uint16_t* p, Vec v) {  // round to nearest even, as torch does
     Words nan = (Words)(v != v);
     w = (w + 0x7FFF + ((w >> 16) & 1)) >> 16;
     w = (nan & 0x7FC0) | (~nan & w);
+#ifdef __AVX512F__
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)w));
+#else
     Halves h = __builtin_convertvector(w, Halves);
     std::memcpy(p, &h, sizeof h);
+#endif
 }
 
 // One level of a transposed sum: folds blocks of 2 * W lanes of a and b to W lanes each.
