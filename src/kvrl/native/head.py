@@ -29,10 +29,10 @@ class PackedHead:
         self.n, self.k = weight.shape
         self.packed = pack(weight)
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """bfloat16 [..., E] -> f32 [..., V]."""
+    def __call__(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """bfloat16 [..., E] -> f32 [..., V]. out: f32 [rows or more, V] whose first rows take it, made if not given."""
         flat = hidden.reshape(-1, self.k).contiguous()
-        out = torch.empty(len(flat), self.n)
+        out = torch.empty(len(flat), self.n) if out is None else out[: len(flat)]
         assert self.library is not None and flat.dtype == torch.bfloat16
         self.library.kvrl_head(*arguments(flat, self.packed, out, len(flat), self.n, self.k))
         return out.view(*hidden.shape[:-1], self.n)

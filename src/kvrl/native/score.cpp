@@ -71,3 +71,14 @@ extern "C" void kvrl_score_backward(const float* logits, const int64_t* tokens, 
         }
     }
 }
+
+// total [n] += part [n]
+extern "C" void kvrl_score_add(const uint16_t* part, float* total, int64_t n, int64_t threads) {
+#pragma omp parallel for num_threads(int(threads)) schedule(static)
+    for (int64_t at = 0; at < n / LANES; at++)
+        store(total + at * LANES, load(total + at * LANES) + load(part + at * LANES));
+    for (int64_t at = n / LANES * LANES; at < n; at++) {
+        uint16_t lanes[LANES] = {part[at]};
+        total[at] += load(lanes)[0];
+    }
+}

@@ -48,8 +48,9 @@ class _Score(torch.autograd.Function):
         assert library is not None
         head = PackedHead(weight)
         logps, entropies, totals = (torch.empty(len(tokens)) for _ in range(3))
+        memory = _logits(tokens, weight)
         for part in _slices(len(tokens), ROWS):
-            logits = head(hidden[part])
+            logits = head(hidden[part], memory)
             library.kvrl_score(*arguments(
                 logits, tokens[part], inverse[part], logps[part], entropies[part], totals[part], *logits.shape, banned
             ))  # fmt: skip
@@ -67,19 +68,26 @@ class _Score(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape) if ctx.needs_input_grad[1] else None  # f32, over all chunks
         rows = torch.empty(min(ctx.chunk, len(tokens)), len(weight), dtype=weight.dtype)
+        own, memory = torch.empty_like(weight), _logits(tokens, weight)
         for chunk in _slices(len(tokens), ctx.chunk):
             found = rows[: chunk.stop - chunk.start]  # [chunk, V]
             for inner in _slices(len(found), ROWS):
                 part = slice(chunk.start + inner.start, chunk.start + inner.stop)
-                logits = ctx.head(hidden[part])
+                logits = ctx.head(hidden[part], memory)
                 library.kvrl_score_backward(*arguments(
                     logits, tokens[part], inverse[part], totals[part], grad[part], found[inner], *logits.shape,
                     ctx.banned,
                 ))  # fmt: skip
             grad_hidden[chunk] = found @ weight
-            if grad_weight is not None:
-                grad_weight += found.T @ hidden[chunk]
+            if grad_weight is not None:  # torch would make a float32 copy of every chunk's part
+                torch.mm(found.T, hidden[chunk], out=own)
+                library.kvrl_score_add(*arguments(own, grad_weight, own.numel()))
         return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None, None
+
+
+def _logits(tokens: Tensor, weight: Tensor) -> Tensor:
+    """Memory for the logits of the rows that exist at once, f32 [rows, V]."""
+    return torch.empty(min(ROWS, len(tokens)), len(weight))
 
 
 def _slices(count: int, each: int) -> list[slice]:
