@@ -16,9 +16,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from kvrl.cache.trace import KVTrace
 from kvrl.sampler.types import Rollout
 from kvrl.train import run as runs
-from kvrl.train import trainer
 from kvrl.train.batch import Batch
 from kvrl.train.config import Config
+from kvrl.train.update import update
 
 HERE = Path(__file__).parent
 MODEL = {
@@ -66,7 +66,7 @@ def test_twenty_learner_steps_follow_the_reference(tmp_path, monkeypatch, backen
         replay={"backend": backend, "logprob_chunk": 16},
     )
     run, _ = runs.build(config, lambda text: None)
-    steps = [trainer.update(run, batch, i + 1) for i, batch in enumerate(committed_batches(config))]
+    steps = [update(run, batch, i + 1) for i, batch in enumerate(committed_batches(config))]
     reference = json.loads((HERE / "reference.json").read_text())
     assert [s["loss"] for s in steps] == pytest.approx(reference["losses"], rel=1e-3, abs=1e-5)
     assert [s["grad_norm"] for s in steps] == pytest.approx(reference["grad_norms"], rel=1e-3)

@@ -15,7 +15,8 @@ from kvrl.objectives.advantages import rloo_advantages
 from kvrl.train import trainer
 from kvrl.train.config import Config
 from kvrl.train.run import build
-from kvrl.train.trainer import collect, fixed_views, train, update
+from kvrl.train.trainer import collect, train
+from kvrl.train.update import fixed_views, score_all, update
 from runs import make_config, metrics_of, noisy_rewards
 
 METHODS = ("dense", "naive", "corrected", "sparse_rl", "shadow_mask")
@@ -215,7 +216,7 @@ def test_online_dpo_raises_the_margin_of_its_pairs(tmp_path, monkeypatch):
     update(run, batch, 1)
     views = fixed_views(run, batch)
     fixed = run.algorithm.prepare(batch, views, 2)
-    gain = torch.where(batch.mask, trainer.score_all(run, run.scorer, batch.rollouts)[0] - views.reference, 0).sum(-1)
+    gain = torch.where(batch.mask, score_all(run, run.scorer, batch.rollouts)[0] - views.reference, 0).sum(-1)
     assert bool((gain[fixed.pairs.chosen] > gain[fixed.pairs.rejected]).all())
 
 

@@ -16,7 +16,8 @@ from kvrl.eval.run_defaults import teacher_of
 from kvrl.learner import Scorer, completion_mask
 from kvrl.train.run import build
 from kvrl.train.setup import load_model
-from kvrl.train.trainer import collect, train, train_step, update
+from kvrl.train.trainer import collect, train, train_step
+from kvrl.train.update import update
 from runs import make_beacon_config as make
 from runs import metrics_of
 
@@ -34,7 +35,7 @@ def gradients_of(run, batch, monkeypatch, model=None) -> dict[str, torch.Tensor]
         found.update({n: p.grad.clone() for n, p in whose.named_parameters() if p.grad is not None})
         return torch.tensor(1.0)
 
-    monkeypatch.setattr("kvrl.train.trainer.clip_gradient", keep)
+    monkeypatch.setattr("kvrl.train.update.clip_gradient", keep)
     update(run, batch, 1)
     return found
 

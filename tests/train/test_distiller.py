@@ -8,7 +8,8 @@ import torch
 from kvrl.train import trainer
 from kvrl.train.distiller import Average
 from kvrl.train.run import build
-from kvrl.train.trainer import collect, update
+from kvrl.train.trainer import collect
+from kvrl.train.update import update
 from runs import make_config, noisy_rewards
 
 

@@ -7,10 +7,12 @@ import torch
 
 from kvrl.errors import KvrlError
 from kvrl.train import trainer
+from kvrl.train import update as updates
 from kvrl.train.batch import Batch, micro_batches, minibatches
 from kvrl.train.diagnostics import ParityError, repetition_rate
 from kvrl.train.run import build
-from kvrl.train.trainer import collect, train, update
+from kvrl.train.trainer import collect, train
+from kvrl.train.update import update
 from runs import make_config, metrics_of, noisy_rewards
 
 
@@ -414,11 +416,11 @@ def test_overlong_penalty_lowers_the_reward_before_groups_are_compared(tmp_path)
 )
 def test_old_logprobs_cost_a_forward_only_where_they_must(tmp_path, monkeypatch, changes, forwards):
     noisy_rewards(monkeypatch)
-    calls, real = [], trainer.score_all
-    monkeypatch.setattr(trainer, "score_all", lambda *args: calls.append(1) or real(*args))
+    calls, real = [], updates.score_all
+    monkeypatch.setattr(updates, "score_all", lambda *args: calls.append(1) or real(*args))
     run, _ = build(make_config(tmp_path, warm_start=None, **changes), lambda text: None)
     batch, _ = collect(run)
-    views = trainer.fixed_views(run, batch)
+    views = updates.fixed_views(run, batch)
     assert len(calls) == forwards
     if run.config.updates == 1:
         assert views.old is None

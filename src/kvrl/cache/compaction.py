@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from kvrl.cache.policies import Entries
 from kvrl.cache.select import pool_scores, split_slots
 from kvrl.cache.slots import KVSlots
+from kvrl.cuda_graph import Captured
 from kvrl.errors import KvrlError
 from kvrl.native.compaction import keep
 from kvrl.streams import fold
@@ -33,6 +37,11 @@ class Compactor:
         )
         self.width = max(1, min(scratch_bytes // (layers * self.layer_bytes), slots.num_slots, MAX_GROUP))
         self.layers_at_once = max(1, min(layers, scratch_bytes // self.layer_bytes))
+        device, endless = slots.k.device, torch.iinfo(torch.int32).max
+        windows = [spec.windows[layer] for layer in slots.managed]
+        self.reach = torch.tensor([endless if w is None else w for w in windows], device=device)  # [layers]
+        self.invalid = torch.zeros((), dtype=torch.bool, device=device)
+        self.graph: Captured[None] | None = None
 
     @property
     def scratch_bytes(self) -> int:
@@ -51,15 +60,29 @@ class Compactor:
             real = len(rows[part])
             pad = [start] * (self.width - real) if not in_prompt else []  # repeats a row: same values, written twice
             pick = [*range(start, start + real), *pad]
-            self._compact_group(
-                *(torch.tensor([x[i] for i in pick], device=self.slots.k.device)
-                  for x in (rows, tokens, prompt_lengths, streams)),
-                in_prompt=in_prompt,
-            )  # fmt: skip
+            given = torch.tensor(
+                [[x[i] for i in pick] for x in (rows, tokens, prompt_lengths, streams)], device=self.slots.k.device
+            )  # [4, g]
+            if self.graph is not None and not in_prompt:
+                self.graph(given)
+            else:
+                self._compact_group(given, in_prompt=in_prompt)
+        if bool(self.invalid):
+            self.invalid.zero_()
+            raise KvrlError(
+                f"cache.policy: {self.policy.name} gave scores that are not numbers at token {tokens[0]}; "
+                "the model's keys or queries overflow: try model.dtype float32"
+            )
 
-    def _compact_group(
-        self, rows: Tensor, tokens: Tensor, prompt_lengths: Tensor, streams: Tensor, *, in_prompt: bool
-    ) -> None:
+    def capture(self) -> None:
+        """From now on full slots are compacted by a CUDA graph. No slot may be in use yet."""
+        step = partial(self._compact_group, in_prompt=False)
+        self.graph = Captured(step, (4, self.width), self.slots.k.device, "compaction")
+        self.invalid.zero_()
+
+    def _compact_group(self, given: Tensor, *, in_prompt: bool) -> None:
+        """given: rows, tokens, prompt lengths and streams, int64 [4, g]. Without a sync or a copy from the host."""
+        rows, tokens, prompt_lengths, streams = given
         s, budget, n = self.slots, self.slots.budget, self.slots.capacity
         event = (tokens - n) // s.buffer  # [g]
         streams = fold(streams, event)
@@ -74,11 +97,7 @@ class Compactor:
              for i in range(0, len(s.managed), step)]
         )  # [layers, g, H, n]  # fmt: skip
         score = score.masked_fill(protected, 0.0)  # protected entries do not vote where scores are pooled
-        if bool(torch.isnan(score).any()):
-            raise KvrlError(
-                f"cache.policy: {self.policy.name} gave scores that are not numbers at token {int(tokens[0])}; "
-                "the model's keys or queries overflow: try model.dtype float32"
-            )
+        self.invalid |= torch.isnan(score).any()
         score = pool_scores(score, self.policy.granularity)
         if self.policy.granularity != "shared":
             score = score.masked_fill(self._expired(position, tokens), float("-inf"))
@@ -118,10 +137,7 @@ class Compactor:
 
     def _expired(self, position: Tensor, tokens: Tensor) -> Tensor:
         """Entries that the layer's own sliding window no longer shows to the next query: they go first."""
-        windows = [self.slots.spec.windows[layer] for layer in self.slots.managed]
-        largest = torch.iinfo(torch.int32).max
-        reach = torch.tensor([largest if w is None else w for w in windows], device=position.device)
-        return position <= tokens[None, :, None, None] - reach[:, None, None, None]
+        return position <= tokens[None, :, None, None] - self.reach[:, None, None, None]
 
     def _record(self, rows: Tensor, position: Tensor, event: Tensor) -> None:
         """Write the eviction's index to the trace at the evicted positions [layers, g, H, buffer]."""
@@ -137,9 +153,7 @@ class Compactor:
         s, budget = self.slots, self.slots.budget
         s.position[:, rows, :, :budget] = position.gather(-1, kept)
         if s.state.shape[3]:
-            moved = s.state[:, rows].gather(-1, kept)
-            s.state[:, rows] = 0.0
-            s.state[:, rows, :, :budget] = moved
+            s.state[:, rows] = F.pad(s.state[:, rows].gather(-1, kept), (0, s.buffer))
         if self.native:
             keep(s.k, rows, kept)
             keep(s.v, rows, kept)

@@ -22,12 +22,12 @@ from kvrl.cache.config import CacheConfig
 from kvrl.cache.memory import make_memory, slots_within
 from kvrl.cache.policies import make_policy
 from kvrl.cache.trace import occupancy
+from kvrl.cuda_graph import Captured
 from kvrl.errors import KvrlError
 from kvrl.head import Head, check_head, decoder
 from kvrl.native.decode_attention import supported
 from kvrl.native.layer import native_trunk
 from kvrl.sampler.config import SamplingConfig
-from kvrl.sampler.decode_graph import DecodeGraph
 from kvrl.sampler.inputs import check_beacons, check_prompts, token_ids
 from kvrl.sampler.record import make_rollout
 from kvrl.sampler.request import Continue, Progress, Prompt, Request
@@ -43,7 +43,8 @@ class Engine:
     max_prompt_length bounds the prompts to come. kv_memory bounds the bytes of K and V, and so the
     slots. scratch_bytes bounds the policy's scoring, prefill_chunk the
     tokens of a prompt that go through the model at once. native_kernels: on a CPU decode attention is a compiled
-    kernel. cuda_graphs: on CUDA the decode step of a model without experts is captured once a run.
+    kernel. cuda_graphs: on CUDA the decode step of a model without experts and the
+    compaction of full slots are captured once a run.
     Raises KvrlError for a model that cannot be replayed, an unknown policy or a budget too small for it.
     """
 
@@ -168,7 +169,10 @@ class Engine:
             self.head = Head(self.model).frozen(native=self.native)
             self.trunk = native_trunk(self.model, self.spec) if self.native and routing is None else None
             # Not kept: it refers to the engine, whose slots would stay until the garbage collector came round
-            decode = self._decode_step(captured=self.cuda_graphs and routing is None)
+            captured = self.cuda_graphs and routing is None
+            decode = self._decode_step(captured=captured)
+            if captured and self.compactor is not None and self.slots.managed:
+                self.compactor.capture()
             staged: Prompt | None = None
             steps = tokens = 0
             staged_logits = torch.empty(0)
@@ -267,7 +271,9 @@ class Engine:
                 return self.head(self.trunk(ids, position, context)[:, -1])
             return self.head(self._forward(ids[:, None], position[:, None], context)[:, -1])
 
-        return DecodeGraph(decode, self.num_slots, self.device) if captured else decode
+        if not captured:
+            return decode
+        return Captured(decode, (3, self.num_slots), self.device, "the model's decode step")
 
     def _forward(self, ids: Tensor, positions: Tensor, context: DecodeContext | PrefillContext) -> Tensor:
         return decoder(self.model)(input_ids=ids, position_ids=positions, use_cache=False, kv=context).last_hidden_state

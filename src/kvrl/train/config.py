@@ -92,7 +92,7 @@ class RolloutSettings(Section):
     native_kernels: bool = True
     """On a CPU, attend by a compiled kernel while decoding (needs g++)."""
     cuda_graphs: bool = False
-    """On CUDA, launch the decode step as one captured graph (models without experts). Off until it was run on a GPU."""
+    """On CUDA, launch decode steps and compactions as captured graphs (no mixtures of experts). Not yet run on one."""
 
 
 class ReplaySettings(Section):

@@ -12,28 +12,19 @@ from rich.console import Console
 from torch import Tensor
 
 from kvrl.attention.probe import find_routers
-from kvrl.beacons.config import beacons_for
-from kvrl.beacons.insert import insert_drawn
-from kvrl.clock import now
-from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import Evaluation, evaluate
-from kvrl.learner import Scorer, sampler_logprobs
-from kvrl.objectives.corrections import CorrectionConfig
-from kvrl.objectives.losses import mean_metrics, merge_metrics
-from kvrl.objectives.sparse_rl import SparseRLConfig
 from kvrl.sampler.rollout import rollout
 from kvrl.sampler.types import Rollout
 from kvrl.tasks import completion_text
-from kvrl.train.algorithms.base import Views
-from kvrl.train.batch import Batch, Cut, micro_batches, minibatches
+from kvrl.train.batch import Batch
 from kvrl.train.checkpoint import save_checkpoint, save_models
 from kvrl.train.config import Config
 from kvrl.train.data import columns_of
-from kvrl.train.diagnostics import check_parity, dense_mismatch, difference, parity, repetition_rate, spread
-from kvrl.train.optimizer import CRITIC, POLICY, STUDENT, optimized
+from kvrl.train.diagnostics import check_parity, dense_mismatch, parity, repetition_rate
 from kvrl.train.output import check_output_dir, make_output_dir, prepare_output_dir
 from kvrl.train.run import Run, build
 from kvrl.train.runlog import RunLog
+from kvrl.train.update import update
 
 
 def train_step(run: Run, step: int) -> dict[str, float]:
@@ -43,6 +34,8 @@ def train_step(run: Run, step: int) -> dict[str, float]:
     rollout_seconds = time.perf_counter() - start
     metrics |= guard(run, batch, step)
     metrics |= update(run, batch, step, check=parity_is_free(run))
+    if "parity/mean" not in metrics:  # no sample taught anything
+        metrics |= replayed(run, batch)
     seconds = time.perf_counter() - start
     if (taught := metrics.get("breadcrumbs/seconds")) is not None:  # against what the step takes without it
         metrics["breadcrumbs/overhead"] = taught / (seconds - taught)
@@ -79,135 +72,6 @@ def replayed(run: Run, batch: Batch) -> dict[str, float]:
 def checked(run: Run, batch: Batch) -> list[Rollout]:
     """About `parity.samples` completions."""
     return batch.rollouts[:: max(1, len(batch.rollouts) // run.config.parity.samples)]
-
-
-def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[str, float]:
-    """The optimiser steps on one batch. Every log-prob here is in the method's learner view.
-
-    check: parity by the first one's forward, before it changes anything (`parity_is_free`).
-    """
-    config, algorithm, distiller = run.config, run.algorithm, run.distiller
-    rollouts, settings, view = batch.rollouts, config.settings, config.learner_view
-    breadcrumbs, rl, taught_seconds = config.method == "breadcrumbs", True, 0.0
-    if breadcrumbs:  # the view `dense` is without the beacons, `sparse` is the policy that the distillation teaches
-        rollouts = insert_drawn(rollouts, beacons_for(config.cache, run.model), config.seed, step)
-        rl = config.breadcrumbs.rl
-        view = "dense" if rl else "sparse"  # alone the student needs the gradient, the teacher none
-    learner = run.scorer if rl or run.pupil is None else run.pupil
-    apart = run.pupil is not None and rl  # a second model is taught by a forward of its own
-    views = fixed_views(run, batch)
-    fixed = algorithm.prepare(batch, views, step)
-    taught = None if distiller is None else distiller.mask(fixed.mask, fixed.advantages)  # [N, C]
-    metrics = dict(fixed.metrics) | ({} if views.correction is None else views.correction.metrics)
-
-    losses, norms, parts, entropies = [], [], [], []
-    differences: list[Tensor] | None = [] if check else None  # to the sampler, before the first update
-    for iteration in range(settings.num_iterations):
-        order = config.seed + 1009 * step + iteration
-        for mini in minibatches(len(rollouts), settings.num_minibatches, settings.num_generations, order):
-            if not fixed.teaches(mini):  # every sample was dropped or rejected
-                run.skipped += 1
-                continue
-            normaliser = algorithm.normaliser(fixed, mini)
-            micros = micro_batches(rollouts, algorithm.units(fixed, mini), config.train.micro_batch_tokens)
-            for micro in micros:
-                chosen = [rollouts[i] for i in micro]
-                distill = None if distiller is None or apart else distiller.distillation
-                scored = learner(chosen, view=view, distill=distill)
-                if differences is not None:
-                    differences.append(difference(scored.logps.detach(), chosen))
-                cut = Cut(micro, scored.logps)
-                loss, part = algorithm.loss(scored, fixed, cut, normaliser) if rl else (torch.zeros(()), {})
-                if distiller is not None:
-                    assert taught is not None
-                    lesson, spent = distiller.lesson(scored, chosen, run.pupil if apart else None)
-                    term, more = distiller.term(lesson, cut(taught), int(taught[mini].sum()))
-                    if distiller.settings.grad_ratio is not None:
-                        distiller.gather(loss, term)
-                    term, part = distiller.weight_at(step) * term, part | more
-                    if breadcrumbs and rl:  # the two share no graph: what the beacons cost can be told
-                        start = now(term.device)
-                        run.accelerator.backward(term)
-                        taught_seconds += spent + now(term.device) - start
-                        term = term.detach()
-                    loss = loss + term
-                run.accelerator.backward(loss)
-                losses.append(loss.detach())
-                parts.append(part)
-                entropies.append(scored.entropy[cut(fixed.mask)])
-            if differences is not None:
-                metrics |= spread(torch.cat(differences))
-                check_parity(metrics, config.parity_tolerances)
-                differences = None
-            if algorithm.critic_alone(step):
-                for tensor in optimized(run.optimizer, POLICY):
-                    tensor.grad = None
-            first = STUDENT if learner is run.pupil else POLICY
-            norms.append(clip_gradient(run, optimized(run.optimizer, first), step))
-            for role in (CRITIC, STUDENT):
-                if role != first and (others := optimized(run.optimizer, role)):
-                    clip_gradient(run, others, step)
-            run.optimizer.step()
-            run.scheduler.step()
-            run.optimizer.zero_grad(set_to_none=True)
-            if distiller is not None:
-                distiller.after_update()  # the average follows, the controller moves the weight
-
-    if differences is not None:  # no sample taught anything
-        metrics |= replayed(run, batch)
-    if norms:
-        metrics |= mean_metrics(merge_metrics(parts)) | {
-            "loss": float(sum(losses)) / len(norms),
-            "grad_norm": float(sum(norms)) / len(norms),
-            "entropy": float(torch.cat(entropies).mean()),
-        }
-    if distiller is not None:
-        metrics["distill/weight"] = distiller.weight_at(step)
-    if breadcrumbs and rl:
-        metrics["breadcrumbs/seconds"] = taught_seconds
-    return metrics | {"learning_rate": run.scheduler.get_last_lr()[0], "updates_skipped": float(run.skipped)}
-
-
-def clip_gradient(run: Run, parameters: list[Tensor], step: int) -> Tensor:
-    """Clip to train.max_grad_norm; returns the norm before. KvrlError if it is no number: nothing would be left."""
-    norm = run.accelerator.clip_grad_norm_(parameters, run.config.train.max_grad_norm)
-    if not bool(torch.isfinite(norm)):
-        raise KvrlError(
-            f"train: the gradient's norm is {float(norm)} at step {step}; the weights were left as they are. Look at "
-            "rewards and losses in metrics.jsonl; lower train.learning_rate, or set model.dtype to float32"
-        )
-    return norm
-
-
-def fixed_views(run: Run, batch: Batch) -> Views:
-    """What no update of this batch changes: log-probs and values before them, the correction, the reference."""
-    config, settings, rollouts = run.config, run.config.settings, batch.rollouts
-    sampler = sampler_logprobs(rollouts)
-    old = values = correction = reference = None
-    correct: CorrectionConfig | SparseRLConfig | None = None
-    if config.method == "corrected":
-        correct = config.correction
-    elif config.method == "sparse_rl":
-        correct = config.sparse_rl
-    needed = config.updates > 1 or run.algorithm.needs_old
-    saves = needed and config.sampler_is_exact and run.critic is None  # a critic's values need the forward anyway
-    from_sampler = settings.old_logprobs == "sampler" or (settings.old_logprobs is None and saves)
-    if run.critic is not None or correct is not None or (needed and not from_sampler):
-        old, values = score_all(run, run.accelerator.unwrap_model(run.scorer), rollouts)
-    if from_sampler:
-        old = sampler
-    if correct is not None:
-        assert old is not None
-        correction = correct(old - sampler, batch.mask)
-    if settings.beta > 0:
-        assert run.reference is not None
-        with run.reference.active() as model:
-            frozen = Scorer(
-                model, backend=config.replay.backend, chunk=config.replay.logprob_chunk,
-                native_kernels=config.replay.native_kernels,
-            )  # fmt: skip
-            reference, _ = score_all(run, frozen, rollouts)
-    return Views(sampler, old, reference, values, correction)
 
 
 def collect(run: Run) -> tuple[Batch, dict[str, float]]:
@@ -279,20 +143,6 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float
             "trace_bytes": float(sum(r.trace.nbytes for r in rollouts)),
         },
     )
-
-
-@torch.no_grad()
-def score_all(run: Run, scorer: Scorer, rollouts: list[Rollout]) -> tuple[Tensor, Tensor | None]:
-    """All rollouts' log-probs (and values, with a critic) in the learner's view, no gradient: f32 [N, C] on the CPU."""
-    logps = torch.zeros(len(rollouts), max(len(r.completion_ids) for r in rollouts))
-    values = None if scorer.critic is None else torch.zeros_like(logps)
-    units = [[i] for i in range(len(rollouts))]
-    for micro in micro_batches(rollouts, units, run.config.train.micro_batch_tokens):
-        scored = scorer([rollouts[i] for i in micro], view=run.config.learner_view)
-        logps[micro, : scored.logps.shape[1]] = scored.logps.float().cpu()
-        if values is not None:
-            values[micro, : scored.logps.shape[1]] = scored.values.float().cpu()
-    return logps, values
 
 
 def evaluate_now(run: Run) -> list[Evaluation]:

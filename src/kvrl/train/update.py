@@ -1,0 +1,229 @@
+"""The optimiser steps on one rollout batch. Every log-prob here is in the method's learner view."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrl.beacons.config import beacons_for
+from kvrl.beacons.insert import insert_drawn
+from kvrl.clock import now
+from kvrl.distill import Distillation
+from kvrl.errors import KvrlError
+from kvrl.learner import Scorer, sampler_logprobs
+from kvrl.objectives.corrections import CorrectionConfig
+from kvrl.objectives.losses import Metrics, mean_metrics, merge_metrics
+from kvrl.objectives.sparse_rl import SparseRLConfig
+from kvrl.sampler.types import Rollout
+from kvrl.train.algorithms.base import Fixed, Views
+from kvrl.train.batch import Batch, Cut, micro_batches, minibatches
+from kvrl.train.diagnostics import check_parity, difference, spread
+from kvrl.train.optimizer import CRITIC, POLICY, STUDENT, optimized
+from kvrl.train.run import Run
+from kvrl.views import View
+
+
+@dataclass(frozen=True)
+class Course:
+    """Who learns what from a rollout batch."""
+
+    rollouts: list[Rollout]
+    """Under `breadcrumbs` with beacons between their tokens."""
+    fixed: Fixed
+    rl: bool
+    """Whether the rewards teach. If not, the distillation does alone."""
+    learner: Any
+    """The wrapped scorer whose forward holds the objective, or the distillation alone."""
+    view: View
+    distillation: Distillation | None
+    """What that forward compares besides."""
+    student: Any
+    """The wrapped scorer of a second model, which the distillation teaches by a forward of its own."""
+    taught: Tensor | None
+    """bool [N, C]: the tokens that the distillation counts."""
+    two_graphs: bool
+    """Whether objective and distillation share no graph: then what the distillation costs can be told."""
+
+
+@dataclass
+class Tally:
+    """What the updates on a batch add up to."""
+
+    losses: list[Tensor] = field(default_factory=list)  # of each micro-batch
+    parts: list[Metrics] = field(default_factory=list)
+    entropies: list[Tensor] = field(default_factory=list)
+    norms: list[Tensor] = field(default_factory=list)  # of each optimiser step
+    taught_seconds: float = 0.0
+
+    def metrics(self) -> dict[str, float]:
+        """Means over optimiser steps and tokens; nothing where no step was taken."""
+        if not self.norms:
+            return {}
+        return mean_metrics(merge_metrics(self.parts)) | {
+            "loss": float(sum(self.losses)) / len(self.norms),
+            "grad_norm": float(sum(self.norms)) / len(self.norms),
+            "entropy": float(torch.cat(self.entropies).mean()),
+        }
+
+
+def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[str, float]:
+    """Every optimiser step on one batch; returns their metrics.
+
+    check: parity by the first one's forward, before it changes anything. Raises ParityError.
+    """
+    config, settings = run.config, run.config.settings
+    course, tally = make_course(run, batch, step), Tally()
+    correction = course.fixed.views.correction
+    metrics = dict(course.fixed.metrics) | ({} if correction is None else correction.metrics)
+    for iteration in range(settings.num_iterations):
+        order = config.seed + 1009 * step + iteration
+        for mini in minibatches(len(course.rollouts), settings.num_minibatches, settings.num_generations, order):
+            if not course.fixed.teaches(mini):  # every sample was dropped or rejected
+                run.skipped += 1
+                continue
+            first = not tally.norms
+            differences = accumulate(run, course, mini, step, tally, compare=check and first)
+            if check and first:
+                metrics |= spread(torch.cat(differences))
+                check_parity(metrics, config.parity_tolerances)
+            tally.norms.append(optimizer_step(run, course, step))
+    metrics |= tally.metrics()
+    if run.distiller is not None:
+        metrics["distill/weight"] = run.distiller.weight_at(step)
+    if course.two_graphs:
+        metrics["breadcrumbs/seconds"] = tally.taught_seconds
+    return metrics | {"learning_rate": run.scheduler.get_last_lr()[0], "updates_skipped": float(run.skipped)}
+
+
+def make_course(run: Run, batch: Batch, step: int) -> Course:
+    """What no update of this batch changes."""
+    config, distiller = run.config, run.distiller
+    rollouts, view, rl, breadcrumbs = batch.rollouts, config.learner_view, True, config.method == "breadcrumbs"
+    if breadcrumbs:  # the view `dense` is without the beacons, `sparse` is the policy that the distillation teaches
+        rollouts = insert_drawn(rollouts, beacons_for(config.cache, run.model), config.seed, step)
+        rl = config.breadcrumbs.rl
+        view = "dense" if rl else "sparse"  # alone the student needs the gradient, the teacher none
+    student = run.pupil if rl else None
+    fixed = run.algorithm.prepare(batch, fixed_views(run, batch), step)
+    return Course(
+        rollouts=rollouts,
+        fixed=fixed,
+        rl=rl,
+        learner=run.scorer if rl or run.pupil is None else run.pupil,
+        view=view,
+        distillation=None if distiller is None or student is not None else distiller.distillation,
+        student=student,
+        taught=None if distiller is None else distiller.mask(fixed.mask, fixed.advantages),
+        two_graphs=breadcrumbs and rl,
+    )
+
+
+def accumulate(run: Run, course: Course, mini: list[int], step: int, tally: Tally, *, compare: bool) -> list[Tensor]:
+    """Forward and backward over one optimiser step's samples, in micro-batches.
+
+    Returns the differences to the sampler's log-probs, if they are compared.
+    """
+    algorithm, distiller, fixed, differences = run.algorithm, run.distiller, course.fixed, []
+    normaliser = algorithm.normaliser(fixed, mini)
+    for micro in micro_batches(course.rollouts, algorithm.units(fixed, mini), run.config.train.micro_batch_tokens):
+        chosen = [course.rollouts[i] for i in micro]
+        scored = course.learner(chosen, view=course.view, distill=course.distillation)
+        cut = Cut(micro, scored.logps)
+        if compare:
+            differences.append(difference(scored.logps.detach(), chosen))
+        loss, part = algorithm.loss(scored, fixed, cut, normaliser) if course.rl else (torch.zeros(()), {})
+        if distiller is not None:
+            assert course.taught is not None
+            lesson, seconds = distiller.lesson(scored, chosen, course.student)
+            term, more = distiller.term(lesson, cut(course.taught), int(course.taught[mini].sum()))
+            if distiller.settings.grad_ratio is not None:
+                distiller.gather(loss, term)
+            term, part = distiller.weight_at(step) * term, part | more
+            if course.two_graphs:
+                start = now(term.device)
+                run.accelerator.backward(term)
+                tally.taught_seconds += seconds + now(term.device) - start
+                term = term.detach()
+            loss = loss + term
+        run.accelerator.backward(loss)
+        tally.losses.append(loss.detach())
+        tally.parts.append(part)
+        tally.entropies.append(scored.entropy[cut(fixed.mask)])
+    return differences
+
+
+def optimizer_step(run: Run, course: Course, step: int) -> Tensor:
+    """Clip the gradients of policy, critic and student apart, and step. Returns the norm of the learner's."""
+    if run.algorithm.critic_alone(step):
+        for tensor in optimized(run.optimizer, POLICY):
+            tensor.grad = None
+    learner = STUDENT if course.learner is run.pupil else POLICY
+    norm = clip_gradient(run, optimized(run.optimizer, learner), step)
+    for role in (CRITIC, STUDENT):
+        if role != learner and (others := optimized(run.optimizer, role)):
+            clip_gradient(run, others, step)
+    run.optimizer.step()
+    run.scheduler.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    if run.distiller is not None:
+        run.distiller.after_update()  # the average follows, the controller moves the weight
+    return norm
+
+
+def clip_gradient(run: Run, parameters: list[Tensor], step: int) -> Tensor:
+    """Clip to train.max_grad_norm; returns the norm before. KvrlError if it is no number: nothing would be left."""
+    norm = run.accelerator.clip_grad_norm_(parameters, run.config.train.max_grad_norm)
+    if not bool(torch.isfinite(norm)):
+        raise KvrlError(
+            f"train: the gradient's norm is {float(norm)} at step {step}; the weights were left as they are. Look at "
+            "rewards and losses in metrics.jsonl; lower train.learning_rate, or set model.dtype to float32"
+        )
+    return norm
+
+
+def fixed_views(run: Run, batch: Batch) -> Views:
+    """What no update of this batch changes: log-probs and values before them, the correction, the reference."""
+    config, settings, rollouts = run.config, run.config.settings, batch.rollouts
+    sampler = sampler_logprobs(rollouts)
+    old = values = correction = reference = None
+    correct: CorrectionConfig | SparseRLConfig | None = None
+    if config.method == "corrected":
+        correct = config.correction
+    elif config.method == "sparse_rl":
+        correct = config.sparse_rl
+    needed = config.updates > 1 or run.algorithm.needs_old
+    saves = needed and config.sampler_is_exact and run.critic is None  # a critic's values need the forward anyway
+    from_sampler = settings.old_logprobs == "sampler" or (settings.old_logprobs is None and saves)
+    if run.critic is not None or correct is not None or (needed and not from_sampler):
+        old, values = score_all(run, run.accelerator.unwrap_model(run.scorer), rollouts)
+    if from_sampler:
+        old = sampler
+    if correct is not None:
+        assert old is not None
+        correction = correct(old - sampler, batch.mask)
+    if settings.beta > 0:
+        assert run.reference is not None
+        with run.reference.active() as model:
+            frozen = Scorer(
+                model, backend=config.replay.backend, chunk=config.replay.logprob_chunk,
+                native_kernels=config.replay.native_kernels,
+            )  # fmt: skip
+            reference, _ = score_all(run, frozen, rollouts)
+    return Views(sampler, old, reference, values, correction)
+
+
+@torch.no_grad()
+def score_all(run: Run, scorer: Scorer, rollouts: list[Rollout]) -> tuple[Tensor, Tensor | None]:
+    """All rollouts' log-probs (and values, with a critic) in the learner's view, no gradient: f32 [N, C] on the CPU."""
+    logps = torch.zeros(len(rollouts), max(len(r.completion_ids) for r in rollouts))
+    values = None if scorer.critic is None else torch.zeros_like(logps)
+    units = [[i] for i in range(len(rollouts))]
+    for micro in micro_batches(rollouts, units, run.config.train.micro_batch_tokens):
+        scored = scorer([rollouts[i] for i in micro], view=run.config.learner_view)
+        logps[micro, : scored.logps.shape[1]] = scored.logps.float().cpu()
+        if values is not None:
+            values[micro, : scored.logps.shape[1]] = scored.values.float().cpu()
+    return logps, values
