@@ -41,7 +41,8 @@ def attend_gathered(
     if native and takes(q, k, softcap=softcap, s_aux=s_aux):
         if counts is None:
             counts = torch.full((len(q),), index.shape[2])
-        return attend_gathered_native(*_cast(q, k, v), index, counts, visible, scaling)
+        q, k, v = _cast(q, k, v)
+        return attend_gathered_native(q, k, v, index, counts, visible, scaling)
     assert counts is None
     q, k, v = _cast(q, k, v)
     return _Gathered.apply(q, k, v, s_aux, index, visible, scaling, softcap)
