@@ -114,8 +114,9 @@ def test_defaults_of_each_benchmark():
 
 @pytest.mark.parametrize(("argv", "message"), [
     (["rollout", "--contexts", "64"], "--contexts: 64 alone"),
-    (["rollout", "--contexts", "900,1000", "--new_tokens", "100"], "--contexts: 900 is beyond the run's end at 164"),
-    (["learner", "--lengths", "64,128"], "--lengths: 64,128 must be"),
+    (["rollout", "--contexts", "900,1000", "--new_tokens", "100"], "--contexts: 1000 is beyond the run's end at 164"),
+    (["rollout", "--new_tokens", "20"], "--contexts: 1000 is beyond the run's end at 84"),
+    (["learner", "--lengths", "640,1280"], "--lengths: 640,1280 must be two lengths or more, each above 640"),
     (["learner", "--lengths", "128"], "--lengths: 128 must be"),
     (["step", "--completions", "12"], "--completions: 12 is not a multiple"),
     (["memory", "--tokens", "640"], "--tokens: 640 fit into budget 512 + buffer 128"),

@@ -84,19 +84,21 @@ class Settings:
         """Raise KvrlError for sizes that measure nothing."""
         if self.what == "rollout" and len(self.contexts) < 2:
             raise KvrlError(f"--contexts: {self.contexts[0]} alone gives no slope; give two lengths or more")
-        if self.what == "rollout" and self.contexts[0] > self.prompt_length + self.new_tokens:
-            end = self.prompt_length + self.new_tokens
+        end = self.prompt_length + self.new_tokens
+        if self.what == "rollout" and sum(context <= end for context in self.contexts) < 2:
             raise KvrlError(
-                f"--contexts: {self.contexts[0]} is beyond the run's end at {end}; lower it or raise --new_tokens"
+                f"--contexts: {self.contexts[1]} is beyond the run's end at {end}, which needs two within it; lower it "
+                "or raise --new_tokens"
             )
-        if self.what == "learner" and (self.lengths[0] <= self.prompt_length or len(self.lengths) < 2):
+        least = max(self.prompt_length, self.budget + self.buffer)
+        if self.what == "learner" and (self.lengths[0] <= least or len(self.lengths) < 2):
             raise KvrlError(
-                f"--lengths: {','.join(map(str, self.lengths))} must be two lengths or more, each above the "
-                f"{self.prompt_length} tokens of the prompt; give longer ones"
+                f"--lengths: {','.join(map(str, self.lengths))} must be two lengths or more, each above {least} tokens "
+                f"(the prompt has {self.prompt_length}, budget + buffer are {self.budget + self.buffer}); give longer ones"
             )
         if self.what in ("step", "memory") and (self.completions < GROUP or self.completions % GROUP):
             raise KvrlError(
-                f"--completions: {self.completions} is not a multiple of the group of {GROUP}; give {GROUP} or more"
+                f"--completions: {self.completions} is not a multiple of the group of {GROUP}; give {GROUP}, {2 * GROUP} or so on"
             )
         if self.what == "memory" and self.tokens <= self.budget + self.buffer:
             raise KvrlError(
