@@ -94,11 +94,12 @@ class Settings:
         if self.what == "learner" and (self.lengths[0] <= least or len(self.lengths) < 2):
             raise KvrlError(
                 f"--lengths: {','.join(map(str, self.lengths))} must be two lengths or more, each above {least} tokens "
-                f"(the prompt has {self.prompt_length}, budget + buffer are {self.budget + self.buffer}); give longer ones"
+                f"(those of the prompt, and budget + buffer); give longer ones"
             )
         if self.what in ("step", "memory") and (self.completions < GROUP or self.completions % GROUP):
             raise KvrlError(
-                f"--completions: {self.completions} is not a multiple of the group of {GROUP}; give {GROUP}, {2 * GROUP} or so on"
+                f"--completions: {self.completions} is not a multiple of the group of {GROUP}; give {GROUP} or "
+                f"{2 * GROUP}, for example"
             )
         if self.what == "memory" and self.tokens <= self.budget + self.buffer:
             raise KvrlError(
