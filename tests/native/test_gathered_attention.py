@@ -146,6 +146,21 @@ def test_blocks_with_entries_of_their_own_number(monkeypatch, masks):
         assert far(one, wanted) < 4e-3
 
 
+def test_what_is_not_a_number_stays_in_its_block():
+    """One thread's tasks share their memory: what a longer block left beyond a shorter one's entries is not read."""
+    q, k, v, index, visible, grad = make(2, 1, 1, 32, 50, 64, 2, 60)
+    index = torch.stack([torch.arange(50), 60 + torch.arange(50)]).view(2, 1, 50).int()
+    counts = torch.tensor([50, 10])
+    visible[..., -10:] = True
+    clean = run(attend_gathered, q, k, v, index, visible, grad, scaling=0.3, counts=counts)
+    with torch.no_grad():
+        q[0, 0, 0, 0] = torch.nan
+    found = run(attend_gathered, q, k, v, index, visible, grad, scaling=0.3, counts=counts)
+    assert found[1][0].isnan().any()
+    for one, wanted in zip(found, clean, strict=True):
+        assert torch.equal(one[1], wanted[1])
+
+
 def test_a_query_that_sees_nothing():
     q, k, v, index, visible, grad = make(2, 2, 1, 32, 9, 64, 1, 30)
     blind = visible.clone()

@@ -62,6 +62,17 @@ def test_equals_float64(monkeypatch, n, rows, banned):
         assert not head.weight.grad[banned].any()
 
 
+def test_a_weight_that_is_stored_transposed():
+    """As some checkpoints' heads are: its gradient is in the order of its indices, not of its memory."""
+    generator = torch.Generator().manual_seed(1)
+    head, hidden = linear(64, 32), torch.randn(9, 32, generator=generator).bfloat16().requires_grad_()
+    head.weight = nn.Parameter(head.weight.detach().T.contiguous().T)
+    tokens, grad = torch.randint(64, (9,), generator=generator), torch.randn(9, generator=generator)
+    score_tokens(head, hidden, tokens, torch.ones(9), chunk=4)[0].backward(grad)
+    expected = exact(head, hidden, tokens, torch.ones(9), grad, None)
+    assert far(hidden.grad, expected[2]) < 4e-3 and far(head.weight.grad, expected[3]) < 4e-3
+
+
 def test_a_sure_token_has_neither_entropy_nor_gradient():
     head = linear(64, 16)
     with torch.no_grad():

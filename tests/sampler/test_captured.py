@@ -73,3 +73,13 @@ def test_steps_can_be_captured_and_are_the_same(monkeypatch, policy, name, windo
     for a, b in zip(plain, captured, strict=True):
         assert a.completion_ids == b.completion_ids and a.logprobs.equal(b.logprobs)
         assert torch.equal(a.trace.events, b.trace.events)
+
+
+def test_a_run_too_short_to_evict_captures_no_compaction(monkeypatch):
+    monkeypatch.setattr(engines, "Captured", Recorded)
+    monkeypatch.setattr(compaction, "Captured", Recorded)
+    Recorded.made = []
+    engine = Engine(model(), cache("rkv"), sampling(10), num_slots=3, max_prompt_length=10, native_kernels=False)
+    engine.cuda_graphs = True
+    rollouts = engine.run(make_prompts((4, 8)), seed=3)
+    assert Recorded.made == ["the model's decode step"] and not any(r.trace.num_events for r in rollouts)

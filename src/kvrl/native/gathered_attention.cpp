@@ -169,6 +169,8 @@ struct Backward {
         pack_columns(q, q_columns.data(), rows, dim);
         pack_rows(grad, grad_rows.data(), rows, dim);
         pack_columns(grad, grad_columns.data(), rows, dim);
+        for (int64_t row = 0; row < rows; row++)  // what an earlier task left there might be no number
+            std::fill(by_query.begin() + row * up(n) + n, by_query.begin() + (row + 1) * up(n), 0);
         for (int64_t r = 0; r < wide; r++) {
             lse[r] = r < rows ? call.lse[at * rows + r] : INFINITY;  // beyond the last query nothing has probability
             Vec dot = {};

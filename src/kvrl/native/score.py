@@ -68,7 +68,10 @@ class _Score(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros(weight.shape) if ctx.needs_input_grad[1] else None  # f32, over all chunks
         rows = torch.empty(min(ctx.chunk, len(tokens)), len(weight), dtype=weight.dtype)
-        own, memory = torch.empty_like(weight), _logits(tokens, weight)
+        own, memory = (
+            torch.empty(weight.shape, dtype=weight.dtype),
+            _logits(tokens, weight),
+        )  # contiguous, as the sum is
         for chunk in _slices(len(tokens), ctx.chunk):
             found = rows[: chunk.stop - chunk.start]  # [chunk, V]
             for inner in _slices(len(found), ROWS):

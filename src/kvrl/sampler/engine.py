@@ -171,7 +171,7 @@ class Engine:
             # Not kept: it refers to the engine, whose slots would stay until the garbage collector came round
             captured = self.cuda_graphs and routing is None
             decode = self._decode_step(captured=captured)
-            if captured and self.compactor is not None and self.slots.managed:
+            if captured and self.compactor is not None and self.slots.events.numel():  # some run may evict
                 self.compactor.capture()
             staged: Prompt | None = None
             steps = tokens = 0
