@@ -63,7 +63,7 @@ def test_equals_float64(monkeypatch, n, rows, banned):
 
 
 def test_a_weight_that_is_stored_transposed():
-    """As some checkpoints' heads are: its gradient is in the order of its indices, not of its memory."""
+    """Its gradient is in the order of its indices, not of its memory."""
     generator = torch.Generator().manual_seed(1)
     head, hidden = linear(64, 32), torch.randn(9, 32, generator=generator).bfloat16().requires_grad_()
     head.weight = nn.Parameter(head.weight.detach().T.contiguous().T)

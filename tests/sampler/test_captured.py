@@ -46,9 +46,22 @@ class Recorded:
         return self.run()
 
 
+@pytest.fixture
+def recorded(monkeypatch):
+    """Puts `Recorded` in the graph's place; returns the names of what is captured from then on."""
+    monkeypatch.setattr(Recorded, "made", [])
+
+    def record() -> list[str]:
+        monkeypatch.setattr(engines, "Captured", Recorded)
+        monkeypatch.setattr(compaction, "Captured", Recorded)
+        return Recorded.made
+
+    return record
+
+
 @pytest.mark.parametrize("name, window", [("llama", 8), ("gemma2", 8), ("gemma2", 40), ("gpt_oss", 40)])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_steps_can_be_captured_and_are_the_same(monkeypatch, policy, name, window):
+def test_steps_can_be_captured_and_are_the_same(recorded, policy, name, window):
     if name != "llama" and policy not in ("rkv", "h2o"):
         pytest.skip("one policy with queries and one with state")
     config = cache(policy) if policy != "dense" else kvrl.CacheConfig(policy="dense")
@@ -63,23 +76,19 @@ def test_steps_can_be_captured_and_are_the_same(monkeypatch, policy, name, windo
         return engine.run(prompts, seed=3)
 
     plain = run(False)
-    monkeypatch.setattr(engines, "Captured", Recorded)
-    monkeypatch.setattr(compaction, "Captured", Recorded)
-    Recorded.made = []
+    made = recorded()
     captured = run(True)
     routed = name == "gpt_oss"  # a mixture of experts records its routing, which a graph cannot
     wanted = ["the model's decode step"] + ([] if policy == "dense" else ["compaction"])
-    assert Recorded.made == ([] if routed else wanted)
+    assert made == ([] if routed else wanted)
     for a, b in zip(plain, captured, strict=True):
         assert a.completion_ids == b.completion_ids and a.logprobs.equal(b.logprobs)
         assert torch.equal(a.trace.events, b.trace.events)
 
 
-def test_a_run_too_short_to_evict_captures_no_compaction(monkeypatch):
-    monkeypatch.setattr(engines, "Captured", Recorded)
-    monkeypatch.setattr(compaction, "Captured", Recorded)
-    Recorded.made = []
+def test_a_run_too_short_to_evict_captures_no_compaction(recorded):
+    made = recorded()
     engine = Engine(model(), cache("rkv"), sampling(10), num_slots=3, max_prompt_length=10, native_kernels=False)
     engine.cuda_graphs = True
     rollouts = engine.run(make_prompts((4, 8)), seed=3)
-    assert Recorded.made == ["the model's decode step"] and not any(r.trace.num_events for r in rollouts)
+    assert made == ["the model's decode step"] and not any(r.trace.num_events for r in rollouts)

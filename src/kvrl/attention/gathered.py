@@ -38,19 +38,16 @@ def attend_gathered(
     counts int64 [N], where the kernel `takes` the call: a segment has only the last so many of its n entries, and a
     query that sees none of them gets 0.
     """
+    q, k, v = _cast(q, k, v)
     if native and takes(q, k, softcap=softcap, s_aux=s_aux):
         if counts is None:
             counts = torch.full((len(q),), index.shape[2])
-        q, k, v = _cast(q, k, v)
         return attend_gathered_native(q, k, v, index, counts, visible, scaling)
     assert counts is None
-    q, k, v = _cast(q, k, v)
     return _Gathered.apply(q, k, v, s_aux, index, visible, scaling, softcap)
 
 
-def takes(
-    q: Tensor, k: Tensor, *, softcap: float | None = None, s_aux: Tensor | None = None, scaling: float | None = None
-) -> bool:
+def takes(q: Tensor, k: Tensor, *, softcap: float | None, s_aux: Tensor | None) -> bool:
     """Whether the compiled kernel does attention of queries [N, Hq, m, D] over keys [B, H, T, D]."""
     return softcap is None and s_aux is None and known(*_cast(q[:1], k[:1]))
 

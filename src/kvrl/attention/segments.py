@@ -87,8 +87,8 @@ def attend_segments(call: AttentionCall, plan: Plan | None, *, native: bool = Tr
         return attend_band(call)  # a ring in the sampler: no policy ever touched it
     if plan is None:
         return attend(call.q, call.k, call.v, _causal(call, call.q.shape[2]), **call.kernel())
-    if native and takes(call.q[:, :, : plan.buffer], call.k, **call.kernel()):
-        return _from(capacity - -(-capacity // plan.buffer) * plan.buffer, call, plan, native)
+    if native and takes(call.q[:, :, : plan.buffer], call.k, softcap=call.softcap, s_aux=call.s_aux):
+        return _from(-(-capacity % plan.buffer), call, plan, native)
     first = attend(
         call.q[:, :, :capacity], call.k[:, :, :capacity], call.v[:, :, :capacity],
         _causal(call, min(capacity, call.q.shape[2])), **call.kernel(),

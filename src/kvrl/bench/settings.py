@@ -94,7 +94,7 @@ class Settings:
         if self.what == "learner" and (self.lengths[0] <= least or len(self.lengths) < 2):
             raise KvrlError(
                 f"--lengths: {','.join(map(str, self.lengths))} must be two lengths or more, each above {least} tokens "
-                f"(those of the prompt, and budget + buffer); give longer ones"
+                "(those of the prompt, and budget + buffer); give longer ones"
             )
         if self.what in ("step", "memory") and (self.completions < GROUP or self.completions % GROUP):
             raise KvrlError(
