@@ -92,3 +92,13 @@ def test_a_run_too_short_to_evict_captures_no_compaction(recorded):
     engine.cuda_graphs = True
     rollouts = engine.run(make_prompts((4, 8)), seed=3)
     assert made == ["the model's decode step"] and not any(r.trace.num_events for r in rollouts)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_scores_that_are_not_numbers_stop_the_run(monkeypatch, recorded, graphs):
+    engine = Engine(model(), cache("rkv"), sampling(), num_slots=3, max_prompt_length=64, native_kernels=False)
+    monkeypatch.setattr(type(engine.slots.policy), "score", lambda self, e: torch.full_like(e.keys[..., 0], torch.nan))
+    recorded()
+    engine.cuda_graphs = graphs
+    with pytest.raises(kvrl.KvrlError, match="rkv gave scores that are not numbers at token 32"):
+        engine.run([[5, 6, 7]], seed=3)

@@ -122,7 +122,7 @@ struct Forward {
     }
 
     // Exponentials of the visible logits, less the largest, as bfloat16; returns their sum and gives its logarithm.
-    // Where nothing is visible they are 0 here and, by an infinite logarithm, in the backward pass.
+    // Where nothing is visible they are 0, and the sum counts as 1.
     static float softmax(float* logits, const uint8_t* visible, uint16_t* probs, int64_t n, float* lse) {
         Vec top = splat(-INFINITY), sum_of = {};
         for (int64_t j = 0; j < up(n); j += LANES) {
@@ -137,7 +137,7 @@ struct Forward {
             store(probs + j, e);
         }
         const float total = sum(sum_of);
-        *lse = total == 0 ? INFINITY : most + std::log(total);
+        *lse = most + std::log(total);
         return total == 0 ? 1 : total;
     }
 };
