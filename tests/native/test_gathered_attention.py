@@ -15,19 +15,18 @@ from kvrl.native import gathered_attention as native
 from kvrl.native.gathered_attention import known
 
 
-def make(blocks, hq, heads, m, n, d, batch, length, masks=(1, 1)):
-    """Blocks over random entries of a head's own rows; most entries visible, the first one always."""
+def make(blocks, hq, heads, m, n, d, batch, length, masks=(1, 1), missing=0):
+    """`blocks` in each row over random entries; most are visible, the first one always. missing: queries at the end."""
     g = torch.Generator().manual_seed(0)
-    q = torch.randn(blocks, hq, m, d, generator=g).bfloat16().requires_grad_()
+    q = torch.randn(batch, hq, blocks * m - missing, d, generator=g).bfloat16().requires_grad_()
     k, v = (torch.randn(batch, heads, length, d, generator=g).bfloat16().requires_grad_() for _ in range(2))
-    row = torch.randint(batch, (blocks, 1, 1), generator=g) * heads + torch.arange(heads)[None, :, None]
-    index = (row * length + torch.randint(length, (blocks, heads, n), generator=g)).int()
-    visible = torch.rand(*masks, m, n, generator=g) < 0.7
+    index = torch.randint(length, (batch, blocks, heads, n), generator=g).int()
+    visible = torch.rand(batch if masks[0] > 1 else 1, *masks, m, n, generator=g) < 0.7
     visible[..., 0] = True
     return q, k, v, index, visible, torch.randn(q.shape, generator=g).bfloat16()
 
 
-pytestmark = pytest.mark.skipif(not known(*make(1, 1, 1, 64, 8, 64, 1, 9)[:2]), reason="needs g++ and AVX512-BF16")
+pytestmark = pytest.mark.skipif(not known(*make(1, 1, 1, 64, 8, 64, 1, 9)[:2], 64), reason="needs g++ and AVX512-BF16")
 
 
 def run(attend, q, k, v, *more, **kwargs):
@@ -55,7 +54,7 @@ SHAPES = [
 def test_values_and_gradients(monkeypatch, shape, masks):
     monkeypatch.setattr(native, "PARTS_BYTES", 3 * 2 * 4 * shape[2] * shape[4] * shape[5])  # three blocks at once
     given = make(*shape, masks=(1, 1) if masks == "one" else (shape[0], shape[2]))
-    assert known(*given[:2])
+    assert known(*given[:2], shape[3])
     found = run(attend_gathered, *given, scaling=0.3)
     exact = run(attend_gathered, *(x.double() for x in given[:3]), *given[3:], scaling=0.3)
     for one, wanted in zip(found, exact, strict=True):
@@ -64,6 +63,44 @@ def test_values_and_gradients(monkeypatch, shape, masks):
             assert one.abs().max() < 1e-2
         else:
             assert far(one, wanted) < 4e-3
+
+
+@pytest.mark.parametrize(("start", "missing"), [(0, 5), (-7, 7), (-3, 22), (-19, 19)])
+def test_blocks_that_reach_over_the_ends(start, missing):
+    """Queries before the first and after the last one do not exist, and what lies beyond the tensors is not touched."""
+    q, k, v, index, visible, grad = make(3, 4, 2, 20, 37, 64, 2, 50, masks=(3, 2), missing=missing)
+    exact = run(attend_gathered, q.double(), k.double(), v.double(), index, visible, grad, scaling=0.3, start=start)
+    found = run(attend_gathered, q, k, v, index, visible, grad, scaling=0.3, start=start)
+    for one, wanted in zip(found, exact, strict=True):
+        assert far(one, wanted) < 4e-3
+
+
+def test_tensors_are_read_and_written_in_any_order_of_their_axes():
+    """As heads of whole tokens, as a model lays them; as a slice of more; with tokens innermost, which is copied."""
+    q, k, v, index, visible, grad = make(3, 4, 2, 20, 37, 64, 2, 50)
+
+    def by_tokens(x):
+        return x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_()
+
+    def within(x):
+        room = torch.full((x.shape[0], x.shape[1] + 1, x.shape[2] + 3, 2 * x.shape[3]), torch.nan, dtype=x.dtype)
+        room[:, 1:, 3:, : x.shape[3]] = x.detach()
+        return room[:, 1:, 3:, : x.shape[3]].requires_grad_()
+
+    def innermost(x):
+        return x.detach().mT.contiguous().mT.requires_grad_()
+
+    def result(lay):
+        leaves = [lay(x) for x in (q, k, v)]
+        out = attend_gathered(*leaves, index, visible, scaling=0.3)
+        return out, *torch.autograd.grad(out, leaves, lay(grad).detach())
+
+    usual = result(lambda x: x.detach().clone().requires_grad_())
+    for lay in (by_tokens, within, innermost):
+        for one, wanted in zip(result(lay), usual, strict=True):
+            assert torch.equal(one, wanted)
+    for one in usual:  # the projections around attention view them as [B, T, H * D]
+        assert one.transpose(1, 2).is_contiguous()
 
 
 def test_is_no_farther_than_torchs_attention():
@@ -88,8 +125,8 @@ def test_threads_and_parts_do_not_change_bits(monkeypatch):
 
 def test_a_hidden_entry_with_a_huge_logit_changes_nothing():
     q, k, v, index, visible, grad = make(2, 2, 1, 32, 9, 64, 1, 30)
-    index[:, :, 8] = 29  # which no other entry is
-    index[:, :, :8] %= 29
+    index[..., 8] = 29  # which no other entry is
+    index[..., :8] %= 29
     visible[..., 8] = False
     usual = run(attend_gathered, q, k, v, index, visible, grad, scaling=0.3)
     with torch.no_grad():
@@ -112,12 +149,10 @@ def test_what_is_not_a_number_stays_in_its_row():
 def test_gradients_are_summed_in_float32():
     """An entry that 1,024 blocks read: a bfloat16 sum would stop growing at 256 shares."""
     n = 1024
-    q = torch.zeros(n, 1, 32, 64, dtype=torch.bfloat16)
+    q = torch.zeros(1, 1, n * 32, 64, dtype=torch.bfloat16)
     k, v = (torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))
-    index = torch.zeros(n, 1, 1, dtype=torch.int32)
-    attend_gathered(
-        q, k, v, index, torch.ones(1, 1, 1, 1, dtype=torch.bool).expand(1, 1, 32, 1), scaling=1.0
-    ).sum().backward()
+    index = torch.zeros(1, n, 1, 1, dtype=torch.int32)
+    attend_gathered(q, k, v, index, torch.ones(1, 1, 1, 32, 1, dtype=torch.bool), scaling=1.0).sum().backward()
     assert v.grad[0, 0, 0].tolist() == [32.0 * n] * 64 and not v.grad[0, 0, 1].any()
 
 
@@ -126,45 +161,45 @@ def test_nothing_gathered_is_kept_for_the_backward_pass():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
         out = attend_gathered(q, k, v, index, visible, scaling=0.3)
-    counts = q.shape[:1]
-    assert kept == [*(x.shape for x in (q, k, v, index)), counts, *(x.shape for x in (visible, out)), q.shape[:3]]
+    counts, lse = index.shape[:2], (*index.shape[:3], q.shape[1] // k.shape[1] * visible.shape[3])
+    assert kept == [*(x.shape for x in (q, k, v, index)), counts, *(x.shape for x in (visible, out)), lse]
 
 
 @pytest.mark.parametrize("masks", ["one", "each"])
 def test_blocks_with_entries_of_their_own_number(monkeypatch, masks):
     """The last `counts` entries of each block, the rest of `index` and `visible` is never read."""
-    blocks, hq, heads, m, n, d, batch, length = shape = (4, 4, 2, 20, 70, 64, 2, 90)
+    blocks, hq, heads, m, n, d, batch, length = shape = (2, 4, 2, 20, 70, 64, 2, 90)
     monkeypatch.setattr(native, "PARTS_BYTES", 3 * 2 * 4 * heads * n * d)
     q, k, v, index, visible, grad = make(*shape, masks=(1, 1) if masks == "one" else (blocks, heads))
-    counts = torch.tensor([70, 1, 33, 64])
+    counts = torch.tensor([[70, 1], [33, 64]])
     visible[..., -1] = True
-    exists = (torch.arange(n) >= n - counts[:, None])[:, None, None, :]  # [N, 1, 1, n]
+    exists = (torch.arange(n) >= n - counts[..., None])[:, :, None, None, :]  # [B, C, 1, 1, n]
     exact = run(attend_gathered, q.double(), k.double(), v.double(), index, visible & exists, grad, scaling=0.3)
-    index = torch.where(exists[:, :, 0], index, 2**30)
+    index = torch.where(exists[:, :, :, 0], index, 2**30)
     found = run(attend_gathered, q, k, v, index, visible, grad, scaling=0.3, counts=counts)
     for one, wanted in zip(found, exact, strict=True):
         assert far(one, wanted) < 4e-3
 
 
 def test_what_is_not_a_number_stays_in_its_block():
-    """One thread's tasks share their memory: what a longer block left beyond a shorter one's entries is not read."""
-    q, k, v, index, visible, grad = make(2, 1, 1, 32, 50, 64, 2, 60)
-    index = torch.stack([torch.arange(50), 60 + torch.arange(50)]).view(2, 1, 50).int()
-    counts = torch.tensor([50, 10])
+    """One thread's tasks share their memory: what a longer block left where a shorter one has nothing is not read."""
+    q, k, v, index, visible, grad = make(2, 1, 1, 32, 50, 64, 1, 120, missing=1)
+    index = torch.stack([torch.arange(50), 60 + torch.arange(50)]).view(1, 2, 1, 50).int()
+    counts = torch.tensor([[50, 10]])
     visible[..., -10:] = True
     clean = run(attend_gathered, q, k, v, index, visible, grad, scaling=0.3, counts=counts)
     with torch.no_grad():
-        q[0, 0, 0, 0] = torch.nan
+        q[0, 0, [0, 31], 0] = torch.nan  # the last one stands where the second block has no query
     found = run(attend_gathered, q, k, v, index, visible, grad, scaling=0.3, counts=counts)
-    assert found[1][0].isnan().any()
-    for one, wanted in zip(found, clean, strict=True):
-        assert torch.equal(one[1], wanted[1])
+    assert found[1][0, 0, :32].isnan().any()
+    for one, wanted, from_token in zip(found, clean, (32, 32, 60, 60), strict=True):
+        assert torch.equal(one[:, :, from_token:], wanted[:, :, from_token:])
 
 
 def test_a_query_that_sees_nothing():
-    q, k, v, index, visible, grad = make(2, 2, 1, 32, 9, 64, 1, 30)
+    q, k, v, index, visible, grad = make(1, 2, 1, 32, 9, 64, 2, 30)
     blind = visible.clone()
-    blind[:, :, 5] = False
+    blind[..., 5, :] = False
     grad[:, :, 5] = 0
     usual, found = (run(attend_gathered, q, k, v, index, seen, grad, scaling=0.3) for seen in (visible, blind))
     assert not found[0][:, :, 5].any() and not found[1][:, :, 5].any()
@@ -183,7 +218,7 @@ def test_segments_as_blocks_equal_the_mask(monkeypatch, budget, buffer, tokens, 
     lifetimes = lifetimes.masked_fill(lifetimes == 0, 10**6)
     if window is not None and window <= capacity:  # a ring: the sampler's trace records nothing there
         lifetimes = None
-    given = make(len(tokens), 4, 2, length, 1, 64, len(tokens), length)
+    given = make(1, 4, 2, length, 1, 64, len(tokens), length)
     grad = given[5] * (torch.arange(length) < torch.tensor(tokens)[:, None])[:, None, :, None]
 
     def under(attend):
@@ -206,8 +241,8 @@ def test_segments_as_blocks_equal_the_mask(monkeypatch, budget, buffer, tokens, 
 
 def test_what_is_known():
     q, k, *_ = make(1, 4, 2, 16, 8, 64, 1, 9)
-    assert known(q, k)  # 2 query heads a group x 16 queries
-    assert not known(q[:, :, :15], k) and not known(q.float(), k.float()) and not known(q[..., :32], k[..., :32])
+    assert known(q, k, 16)  # 2 query heads a group x 16 queries
+    assert not known(q, k, 15) and not known(q.float(), k.float(), 16) and not known(q[..., :32], k[..., :32], 16)
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (None, True)])

@@ -66,19 +66,16 @@ def attend_blocks(
     call: AttentionCall, blocks: Sequence[Block], positions: Tensor | None, *, native: bool = True
 ) -> Tensor:
     """Attention block by block: q [B, Hq, T, D] -> [B, Hq, T, D]; positions as in `attend_mask`."""
-    batch, heads, length, _ = call.k.shape
-    rows = length * torch.arange(batch * heads, device=call.k.device).view(
-        batch, heads, 1
-    )  # where each head's keys begin
+    heads, length = call.k.shape[1:3]
     out = []
     for block in blocks:
         keys = block.keys.clamp(max=length - 1)
-        index = (rows + keys[:, None]).int()  # [B, H, n]
+        index = keys.int()[:, None, None].repeat(1, 1, heads, 1)  # [B, 1, H, n]
         visible = block.visible
         if call.window is not None:
             at = keys if positions is None else positions.gather(1, keys)  # [B, n]
             own = at[:, block.start - block.stop :]  # the block's tokens are its last keys
             visible = visible & (at[:, None] > own[:, :, None] - call.window)[:, None]
         q = call.q[:, :, block.start : block.stop]
-        out.append(attend_gathered(q, call.k, call.v, index, visible, native=native, **call.kernel()))
+        out.append(attend_gathered(q, call.k, call.v, index, visible[:, None], native=native, **call.kernel()))
     return torch.cat(out, dim=2)

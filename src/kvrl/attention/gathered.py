@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -25,31 +26,56 @@ def attend_gathered(
     scaling: float,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    start: int = 0,
     native: bool = True,
     counts: Tensor | None = None,
 ) -> Tensor:
-    """Attention of N segments of m queries, each over n entries of its own for each KV head.
+    """Attention of C blocks of m queries in each row of a batch, each over n entries of its own for each KV head.
 
-    q [N, Hq, m, D]; k and v [B, H, T, D]; index int32 [N, H, n], rows of k seen as [B * H * T, D], none of two heads;
-    visible bool [1 or N, 1 or H, m, n]; s_aux [Hq]; native: by a compiled kernel, where there is one. Returns
-    [N, Hq, m, D]. Gradients of entries that several segments read are summed in fp32. Nothing gathered is kept for
-    the backward pass.
+    q [B, Hq, Tq, D]; k and v [B, H, T, D]; index int32 [B, C, H, n], tokens of k and v; visible bool
+    [1 or B, 1 or C, 1 or H, m, n]; s_aux [Hq]; start: the first block's first query, block c's is start + c * m. Blocks
+    may reach over the ends of q and together cover all of it. native: by a compiled kernel, where there is one.
+    Returns [B, Hq, Tq, D]. Gradients of entries that several blocks read are summed in fp32. Nothing gathered is kept
+    for the backward pass.
 
-    counts int64 [N], where the kernel `takes` the call: a segment has only the last so many of its n entries, and a
+    counts int64 [B, C], where the kernel `takes` the call: a block has only the last so many of its n entries, and a
     query that sees none of them gets 0.
     """
     q, k, v = _cast(q, k, v)
-    if native and takes(q, k, softcap=softcap, s_aux=s_aux):
+    size = visible.shape[3]
+    assert start <= 0 and start + index.shape[1] * size >= q.shape[2]
+    if native and takes(q, k, size, softcap=softcap, s_aux=s_aux):
         if counts is None:
-            counts = torch.full((len(q),), index.shape[2])
-        return attend_gathered_native(q, k, v, index, counts, visible, scaling)
+            counts = torch.full(index.shape[:2], index.shape[3])
+        return attend_gathered_native(q, k, v, index, counts, visible, start, scaling)
     assert counts is None
-    return _Gathered.apply(q, k, v, s_aux, index, visible, scaling, softcap)
+    return _by_copies(q, k, v, index, visible, start, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
-def takes(q: Tensor, k: Tensor, *, softcap: float | None, s_aux: Tensor | None) -> bool:
-    """Whether the compiled kernel does attention of queries [N, Hq, m, D] over keys [B, H, T, D]."""
-    return softcap is None and s_aux is None and known(*_cast(q[:1], k[:1]))
+def takes(q: Tensor, k: Tensor, size: int, *, softcap: float | None, s_aux: Tensor | None) -> bool:
+    """Whether the compiled kernel does attention of queries [B, Hq, Tq, D], `size` a block, over keys [B, H, T, D]."""
+    a_query, a_key = _cast(q[:1, :, :1], k[:1, :, :1])
+    return softcap is None and s_aux is None and known(a_query, a_key, size)
+
+
+def _by_copies(
+    q: Tensor, k: Tensor, v: Tensor, index: Tensor, visible: Tensor, start: int, *, scaling: float,
+    softcap: float | None, s_aux: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """`attend_gathered` by PyTorch: blocks of queries as segments of their own, over rows of k and v."""
+    batch, hq, length, d = q.shape
+    count, size = index.shape[1], visible.shape[3]
+    fill = start + count * size - length
+    blocks = F.pad(q, (0, 0, -start, fill)).view(batch, hq, count, size, d).transpose(1, 2).flatten(0, 1)
+    heads, tokens = k.shape[1:3]
+    first = tokens * torch.arange(batch * heads, device=q.device, dtype=torch.int32).view(batch, 1, heads, 1)
+    rows = (first + index).flatten(0, 1)  # [B * C, H, n], of k seen as [B * H * T, D]
+    if visible.shape[0] > 1 or visible.shape[1] > 1:
+        visible = visible.expand(batch, count, -1, -1, -1)
+    seen = visible.flatten(0, 1)  # [1 or B * C, 1 or H, m, n]
+    out = _Gathered.apply(blocks, k, v, s_aux, rows, seen, scaling, softcap)  # [B * C, Hq, m, D]
+    out = out.view(batch, count, hq, size, d).transpose(1, 2).reshape(batch, hq, count * size, d)
+    return out[:, :, -start : count * size - fill]
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
@@ -59,6 +85,8 @@ def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 class _Gathered(torch.autograd.Function):
+    """q [N, Hq, m, D], k and v [B, H, T, D], index [N, H, n] into rows of k, visible [1 or N, 1 or H, m, n]."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, s_aux: Tensor | None, index: Tensor, visible: Tensor,

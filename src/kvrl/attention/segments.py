@@ -87,7 +87,7 @@ def attend_segments(call: AttentionCall, plan: Plan | None, *, native: bool = Tr
         return attend_band(call)  # a ring in the sampler: no policy ever touched it
     if plan is None:
         return attend(call.q, call.k, call.v, _causal(call, call.q.shape[2]), **call.kernel())
-    if native and takes(call.q[:, :, : plan.buffer], call.k, softcap=call.softcap, s_aux=call.s_aux):
+    if native and takes(call.q, call.k, plan.buffer, softcap=call.softcap, s_aux=call.s_aux):
         return _from(-(-capacity % plan.buffer), call, plan, native)
     first = attend(
         call.q[:, :, :capacity], call.k[:, :, :capacity], call.v[:, :, :capacity],
@@ -110,40 +110,37 @@ def _from(begin: int, call: AttentionCall, plan: Plan, native: bool) -> Tensor:
 
     begin: the first eviction, or whole blocks before it so that all tokens are among them; it may be negative then.
     """
-    batch, hq, length, d = call.q.shape
-    heads, budget, buffer, capacity = call.k.shape[1], plan.budget, plan.buffer, plan.capacity
-    before, count = max(0, -begin), -(-(length - begin) // buffer)
-    fill = count * buffer - (length - begin)
+    batch, heads, length, _ = call.k.shape
+    budget, buffer, capacity = plan.budget, plan.buffer, plan.capacity
+    count = -(-(length - begin) // buffer)
     early = min(count, (capacity - begin) // buffer)  # blocks before the first eviction
     kept = plan.survivors[call.layer]  # [B, H, E, budget]
     if kept.shape[2] < count - early:  # queries after the last eviction on record are padding, or the last token's
         kept = torch.cat([kept, kept[:, :, -1:].expand(-1, -1, count - early - kept.shape[2], -1)], dim=2)
     kept = kept[:, :, : count - early]
 
-    q = F.pad(call.q[:, :, max(0, begin) :], (0, 0, before, fill)).view(batch, hq, count, buffer, d)
-    q = q.transpose(1, 2).flatten(0, 1)  # [B * count, Hq, buffer, D]
+    device = call.q.device
     # All tokens up to the block's last, or survivors and the block's own; beyond the last token only padding looks
-    start = begin + buffer * torch.arange(count, device=q.device, dtype=torch.int32)
-    all_so_far = (start[:early, None] + buffer - capacity) + torch.arange(capacity, device=q.device, dtype=torch.int32)
-    own = start[early:, None] + torch.arange(buffer, device=q.device, dtype=torch.int32)
+    start = begin + buffer * torch.arange(count, device=device, dtype=torch.int32)
+    all_so_far = (start[:early, None] + buffer - capacity) + torch.arange(capacity, device=device, dtype=torch.int32)
+    own = start[early:, None] + torch.arange(buffer, device=device, dtype=torch.int32)
     position = torch.cat([
         all_so_far.expand(batch, heads, -1, -1), torch.cat([kept, own.expand(batch, heads, -1, -1)], dim=3)
     ], dim=2).transpose(1, 2)  # [B, count, H, capacity]  # fmt: skip
-    base = length * torch.arange(batch * heads, device=q.device, dtype=torch.int32).view(batch, 1, heads, 1)
-    index = (base + position.clamp(0, length - 1)).flatten(0, 1)  # [B * count, H, capacity]
-    counts = (start.long() + buffer).clamp(max=capacity).repeat(batch) if early else None  # of entries, the last ones
-    entry = torch.arange(capacity, device=q.device)
-    row = torch.arange(buffer, device=q.device)[:, None]
-    visible = (entry <= budget + row)[None, None]  # causal, aligned to the bottom right
+    index = position.clamp(0, length - 1).contiguous()
+    counts = None  # of entries, the last ones
+    if early:
+        counts = (start.long() + buffer).clamp(max=capacity).repeat(batch, 1)
+    entry = torch.arange(capacity, device=device)
+    row = torch.arange(buffer, device=device)[:, None]
+    visible = (entry <= budget + row)[None, None, None]  # causal, aligned to the bottom right
     if call.window is not None:  # a window longer than the slot: lifetime = min(policy's, k + window)
         oldest = start[:, None] + row.T - call.window  # [count, buffer]
-        inside = position[..., None, :] > oldest[:, None, :, None]  # [B, count, H, buffer, capacity]
-        visible = visible & inside.flatten(0, 1)
-    out = attend_gathered(
-        q, call.k, call.v, index, visible, native=native, counts=counts, **call.kernel()
-    )  # [B * count, Hq, buffer, D]
-    out = out.view(batch, count, hq, buffer, d).transpose(1, 2).reshape(batch, hq, count * buffer, d)
-    return out[:, :, before : count * buffer - fill]
+        visible = visible & (position[..., None, :] > oldest[:, None, :, None])  # [B, count, H, buffer, capacity]
+    queries = call.q[:, :, max(0, begin) :]
+    return attend_gathered(
+        queries, call.k, call.v, index, visible, start=min(0, begin), native=native, counts=counts, **call.kernel()
+    )
 
 
 def attend_band(call: AttentionCall) -> Tensor:

@@ -11,25 +11,58 @@
 
 namespace {
 
+// Vectors of `dim` numbers for each batch row, head and token, in any order of the three.
+struct Strided {
+    uint16_t* data;
+    int64_t row, head, token;
+    uint16_t* at(int64_t b, int64_t h, int64_t t) const { return data + b * row + h * head + t * token; }
+};
+
 struct Call {
-    const uint16_t *q, *k, *v;       // [N, H, M, D]; [R, D] both
-    const int32_t* index;            // [N, H, n], rows of k and v
-    const int64_t* counts;           // [N]: a block's entries are the last so many of its n
-    const uint8_t* visible;          // forward: [1 or N, 1 or H, M, n]; backward: the same transposed, [.., n, M]
-    uint16_t* out;                   // [N, H, M, D]: the result; read by the backward pass
-    float* lse;                      // [N, H, M]: the logarithm of the sum of exponentials; likewise
-    const uint16_t* grad;            // backward: [N, H, M, D]
-    uint16_t* grad_q;                // [N, H, M, D]
-    float *grad_k, *grad_v;          // [N, H, n, D], one for each gathered entry
-    int64_t blocks, heads, rows, n, dim, visible_block, visible_head, threads;
+    Strided q, k, v;         // queries of every token; keys and values
+    Strided out;             // the result; read by the backward pass
+    Strided grad, grad_q;    // backward: of the result, and of the queries
+    const int32_t* index;    // [B, C, H, n]: tokens
+    const int64_t* counts;   // [B, C]: a block's entries are the last so many of its n
+    const uint8_t* visible;  // forward: [1 or B, 1 or C, 1 or H, M, n]; backward: the same transposed, [.., n, M]
+    float* lse;              // [B, C, H, M]: the logarithm of the sum of exponentials; read by the backward pass
+    float *grad_k, *grad_v;  // [blocks, H, n, D], one for each entry gathered by this call
+    // Blocks `first` to `first + blocks` of B * C. Block c has the queries from start + c * size on, of M = group * size
+    // rows; those before the first token or from `length` on do not exist.
+    int64_t first, blocks, per_row, heads, group, size, start, length, n, dim;
+    int64_t visible_row, visible_block, visible_head, threads;
     float scaling;
 };
 
-// Of a block and head: where its rows are, and where its entries begin among n.
+// One block under one KV head.
 struct Place {
-    int64_t at, skipped, count;
+    int64_t b, c, head, at, skipped, count;
     Place(const Call& call, int64_t block, int64_t head)
-        : at(block * call.heads + head), skipped(call.n - call.counts[block]), count(call.counts[block]) {}
+        : b(block / call.per_row), c(block % call.per_row), head(head), at(block * call.heads + head),
+          skipped(call.n - call.counts[block]), count(call.counts[block]) {}
+
+    const int32_t* index(const Call& call) const { return call.index + at * call.n + skipped; }
+    const uint8_t* visible(const Call& call) const {
+        return call.visible + b * call.visible_row + c * call.visible_block + head * call.visible_head;
+    }
+    // The numbers of x that row r of the block's product stands for: query r % size of head r / size. Or null.
+    uint16_t* query(const Call& call, const Strided& x, int64_t r) const {
+        const int64_t token = call.start + c * call.size + r % call.size;
+        return token < 0 || token >= call.length ? nullptr : x.at(b, head * call.group + r / call.size, token);
+    }
+    // All rows of the product, zeros where there is none: [M, dim].
+    void queries(const Call& call, const Strided& x, uint16_t* rows) const {
+        for (int64_t r = 0; r < call.group * call.size; r++, rows += call.dim) {
+            if (const uint16_t* from = query(call, x, r)) std::memcpy(rows, from, call.dim * sizeof(uint16_t));
+            else std::memset(rows, 0, call.dim * sizeof(uint16_t));
+        }
+    }
+    // The gathered rows of keys or values: [count, dim].
+    void entries(const Call& call, const Strided& x, uint16_t* rows) const {
+        const int32_t* at = index(call);
+        for (int64_t i = 0; i < count; i++)
+            std::memcpy(rows + i * call.dim, x.at(b, head, at[i]), call.dim * sizeof(uint16_t));
+    }
 };
 
 typedef uint8_t Bytes __attribute__((vector_size(LANES)));
@@ -75,10 +108,6 @@ inline void pack_columns(const uint16_t* rows, uint16_t* panels, int64_t n, int6
         }
 }
 
-inline void gather(const uint16_t* from, const int32_t* index, uint16_t* rows, int64_t n, int64_t k) {
-    for (int64_t i = 0; i < n; i++) std::memcpy(rows + i * k, from + index[i] * k, k * sizeof(uint16_t));
-}
-
 // out [count, columns, as the rows are apart] = x [count, k] times panels [columns / COLUMNS, k / 2, COLUMNS, 2].
 template <class Store>
 inline void multiply_rows(int count, const uint16_t* x, const uint16_t* panels, int64_t k, int64_t columns, Store put) {
@@ -90,34 +119,45 @@ inline void multiply_rows(int count, const uint16_t* x, const uint16_t* panels, 
     }
 }
 
+// Where multiply_rows puts rows of the product from `row` on: in x, where there is such a query.
+struct Into {
+    uint16_t* to[ROWS];
+    Into(const Call& call, const Place& place, const Strided& x, int64_t row, int count) {
+        for (int r = 0; r < count; r++) to[r] = place.query(call, x, row + r);
+    }
+    void operator()(int r, int64_t c, Vec x) const {
+        if (to[r]) store(to[r] + c, x);
+    }
+};
+
 struct Forward {
-    std::vector<uint16_t> entries, keys, values, probs;
+    std::vector<uint16_t> queries, entries, keys, values, probs;
     std::vector<float> logits;
 
     explicit Forward(const Call& call)
-        : entries(call.n * call.dim), keys(up(call.n) * call.dim), values(keys.size()), probs(ROWS * up(call.n)),
-          logits(ROWS * up(call.n)) {}
+        : queries(call.group * call.size * call.dim), entries(call.n * call.dim), keys(up(call.n) * call.dim),
+          values(keys.size()), probs(ROWS * up(call.n)), logits(ROWS * up(call.n)) {}
 
     void run(const Call& call, int64_t block, int64_t head) {
         const Place place(call, block, head);
-        const int64_t at = place.at, n = place.count, wide = up(n), dim = call.dim;
-        const int32_t* index = call.index + at * call.n + place.skipped;
-        const uint8_t* visible = call.visible + block * call.visible_block + head * call.visible_head + place.skipped;
-        gather(call.k, index, entries.data(), n, dim);
+        const int64_t n = place.count, wide = up(n), dim = call.dim, rows = call.group * call.size;
+        const uint8_t* visible = place.visible(call) + place.skipped;
+        place.queries(call, call.q, queries.data());
+        place.entries(call, call.k, entries.data());
         pack_rows(entries.data(), keys.data(), n, dim);
-        gather(call.v, index, entries.data(), n, dim);
+        place.entries(call, call.v, entries.data());
         pack_columns(entries.data(), values.data(), n, dim);
-        for (int64_t row = 0; row < call.rows; row += ROWS) {
-            const int count = int(std::min<int64_t>(ROWS, call.rows - row));
-            multiply_rows(count, call.q + (at * call.rows + row) * dim, keys.data(), dim, wide,
+        for (int64_t row = 0; row < rows; row += ROWS) {
+            const int count = int(std::min<int64_t>(ROWS, rows - row));
+            multiply_rows(count, queries.data() + row * dim, keys.data(), dim, wide,
                           [&](int r, int64_t c, Vec x) { store(logits.data() + r * wide + c, x * call.scaling); });
             float scale[ROWS];
             for (int r = 0; r < count; r++)
                 scale[r] = 1 / softmax(logits.data() + r * wide, visible + (row + r) * call.n, probs.data() + r * wide, n,
-                                       call.lse + at * call.rows + row + r);
-            uint16_t* out = call.out + (at * call.rows + row) * dim;
+                                       call.lse + place.at * rows + row + r);
+            const Into out(call, place, call.out, row, count);
             multiply_rows(count, probs.data(), values.data(), wide, dim,
-                          [&](int r, int64_t c, Vec x) { store(out + r * dim + c, x * scale[r]); });
+                          [&](int r, int64_t c, Vec x) { out(r, c, x * scale[r]); });
         }
     }
 
@@ -144,40 +184,40 @@ struct Forward {
 
 // By blocks of keys, so that probabilities come transposed: rows are keys, columns are queries.
 struct Backward {
-    std::vector<uint16_t> keys, values, key_columns, q_rows, q_columns, grad_rows, grad_columns, probs, slopes, by_query;
+    std::vector<uint16_t> keys, values, key_columns, rows_of, q_rows, q_columns, grad_rows, grad_columns, probs, slopes,
+        by_query;
     std::vector<float> lse, delta, logits, products;
 
-    explicit Backward(const Call& call)
-        : keys(call.n * call.dim), values(keys.size()), key_columns(up(call.n) * call.dim),
-          q_rows(up(call.rows) * call.dim), q_columns(q_rows.size()), grad_rows(q_rows.size()),
-          grad_columns(q_rows.size()), probs(ROWS * up(call.rows)), slopes(probs.size()),
-          by_query(call.rows * up(call.n)), lse(up(call.rows)), delta(lse.size()), logits(probs.size()),
-          products(probs.size()) {}
+    explicit Backward(const Call& call) : Backward(call, up(call.group * call.size)) {}
+    Backward(const Call& call, int64_t wide)
+        : keys(call.n * call.dim), values(keys.size()), key_columns(up(call.n) * call.dim), rows_of(wide * call.dim),
+          q_rows(wide * call.dim), q_columns(q_rows.size()), grad_rows(q_rows.size()), grad_columns(q_rows.size()),
+          probs(ROWS * wide), slopes(probs.size()), by_query(call.group * call.size * up(call.n)), lse(wide), delta(wide),
+          logits(probs.size()), products(probs.size()) {}
 
     void run(const Call& call, int64_t block, int64_t head) {
         const Place place(call, block, head);
-        const int64_t at = place.at, n = place.count, rows = call.rows, wide = up(rows), dim = call.dim;
-        const int64_t first = at * call.n + place.skipped;
-        const int32_t* index = call.index + first;
-        const uint8_t* visible =
-            call.visible + block * call.visible_block + head * call.visible_head + place.skipped * rows;
-        const uint16_t *q = call.q + at * rows * dim, *grad = call.grad + at * rows * dim;
-        gather(call.k, index, keys.data(), n, dim);
-        gather(call.v, index, values.data(), n, dim);
+        const int64_t n = place.count, rows = call.group * call.size, wide = up(rows), dim = call.dim;
+        const uint8_t* visible = place.visible(call) + place.skipped * rows;
+        place.entries(call, call.k, keys.data());
+        place.entries(call, call.v, values.data());
         pack_columns(keys.data(), key_columns.data(), n, dim);
-        pack_rows(q, q_rows.data(), rows, dim);
-        pack_columns(q, q_columns.data(), rows, dim);
-        pack_rows(grad, grad_rows.data(), rows, dim);
-        pack_columns(grad, grad_columns.data(), rows, dim);
+        place.queries(call, call.q, rows_of.data());
+        pack_rows(rows_of.data(), q_rows.data(), rows, dim);
+        pack_columns(rows_of.data(), q_columns.data(), rows, dim);
+        place.queries(call, call.grad, rows_of.data());
+        pack_rows(rows_of.data(), grad_rows.data(), rows, dim);
+        pack_columns(rows_of.data(), grad_columns.data(), rows, dim);
         for (int64_t row = 0; row < rows; row++)  // what an earlier task left there might be no number
             std::fill(by_query.begin() + row * up(n) + n, by_query.begin() + (row + 1) * up(n), 0);
         for (int64_t r = 0; r < wide; r++) {
-            lse[r] = r < rows ? call.lse[at * rows + r] : INFINITY;  // beyond the last query nothing has probability
+            const uint16_t* out = r < rows ? place.query(call, call.out, r) : nullptr;
+            lse[r] = r < rows ? call.lse[place.at * rows + r] : INFINITY;  // beyond the last nothing has probability
             Vec dot = {};
-            for (int64_t d = 0; r < rows && d < dim; d += LANES)
-                dot += load(grad + r * dim + d) * load(call.out + (at * rows + r) * dim + d);
+            for (int64_t d = 0; out && d < dim; d += LANES) dot += load(rows_of.data() + r * dim + d) * load(out + d);
             delta[r] = sum(dot);
         }
+        const int64_t first = ((block - call.first) * call.heads + head) * call.n + place.skipped;
         for (int64_t key = 0; key < n; key += ROWS) {
             const int count = int(std::min<int64_t>(ROWS, n - key));
             multiply_rows(count, keys.data() + key * dim, q_rows.data(), dim, wide,
@@ -195,9 +235,8 @@ struct Backward {
         }
         for (int64_t row = 0; row < rows; row += ROWS) {
             const int count = int(std::min<int64_t>(ROWS, rows - row));
-            uint16_t* out = call.grad_q + (at * rows + row) * dim;
             multiply_rows(count, by_query.data() + row * up(n), key_columns.data(), up(n), dim,
-                          [&](int r, int64_t c, Vec x) { store(out + r * dim + c, x); });
+                          Into(call, place, call.grad_q, row, count));
         }
     }
 
@@ -221,7 +260,8 @@ void each_task(const Call& call) {
     {
         Task task(call);
 #pragma omp for schedule(dynamic)
-        for (int64_t i = 0; i < call.blocks * call.heads; i++) task.run(call, i / call.heads, i % call.heads);
+        for (int64_t i = 0; i < call.blocks * call.heads; i++)
+            task.run(call, call.first + i / call.heads, i % call.heads);
     }
 }
 
@@ -231,15 +271,19 @@ extern "C" void kvrl_gathered_forward(const Call* call) { each_task<Forward>(*ca
 
 extern "C" void kvrl_gathered_backward(const Call* call) { each_task<Backward>(*call); }
 
-// total [R, D] += parts [N, H, n, D] at index [N, H, n], the last counts [N] of n; different heads have different rows.
-extern "C" void kvrl_gathered_add(const float* parts, const int32_t* index, const int64_t* counts, float* total,
-                                  int64_t blocks, int64_t heads, int64_t n, int64_t dim, int64_t threads) {
-#pragma omp parallel for collapse(2) num_threads(int(threads)) schedule(static)
-    for (int64_t head = 0; head < heads; head++)
+// total [B, T, H, D] += parts [blocks, H, n, D], the gradients of the entries of one call's blocks.
+extern "C" void kvrl_gathered_add(const Call* call, const float* parts, float* total, int64_t tokens) {
+    const int64_t dim = call->dim;
+#pragma omp parallel for collapse(2) num_threads(int(call->threads)) schedule(static)
+    for (int64_t head = 0; head < call->heads; head++)
         for (int64_t d = 0; d < dim; d += LANES)
-            for (int64_t block = 0; block < blocks; block++)
-                for (int64_t end = (block * heads + head + 1) * n, i = end - counts[block]; i < end; i++) {
-                    float* to = total + index[i] * dim + d;
-                    store(to, load(to) + load(parts + i * dim + d));
+            for (int64_t block = 0; block < call->blocks; block++) {
+                const Place place(*call, call->first + block, head);
+                const int32_t* index = place.index(*call);
+                const float* from = parts + ((block * call->heads + head) * call->n + place.skipped) * dim + d;
+                for (int64_t i = 0; i < place.count; i++) {
+                    float* to = total + ((place.b * tokens + index[i]) * call->heads + head) * dim + d;
+                    store(to, load(to) + load(from + i * dim));
                 }
+            }
 }
