@@ -133,12 +133,13 @@ def test_the_command(tmp_path, capsys):
 
 @pytest.mark.parametrize("text, expected", [
     ("24GiB", 24 * GIB), ("80GB", 80 * 10**9), ("1.5gib", 3 * GIB // 2), ("512MiB", GIB // 2),
+    ("2 GiB", 2 * GIB), ("1TiB", 1024 * GIB),
 ])  # fmt: skip
 def test_sizes_are_read(text, expected):
     assert parse_bytes(text) == expected
 
 
-@pytest.mark.parametrize("text", ["24", "GiB", "24TiB", "-1GiB", "lots", "0GiB", "inf"])
+@pytest.mark.parametrize("text", ["24", "GiB", "24XiB", "", "-1GiB", "lots", "0GiB", "inf"])
 def test_wrong_sizes(text, capsys):
     assert main(["plan", "c.yaml", f"--memory={text}"]) == 2
     assert "is no size; write it as 24GiB" in capsys.readouterr().err

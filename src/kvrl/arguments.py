@@ -19,13 +19,12 @@ def parse_lengths(text: str) -> list[int]:
 
 
 def parse_bytes(text: str) -> int:
-    """`24GiB`, `80GB` or `512MiB` in bytes; the unit must be there."""
-    units = {"MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-    number = text.rstrip("abgimABGIM")
-    unit = text[len(number) :].upper()
+    """`24GiB`, `80GB` or `512 MiB` in bytes, as in a configuration but that the unit must be there."""
+    from pydantic import ByteSize, TypeAdapter, ValidationError
+
     try:
-        size = int(float(number) * units[unit])
-    except (ValueError, KeyError, OverflowError):
+        size = 0 if text.strip()[-1:].isdigit() else int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
         size = 0
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 24GiB, 80GB or 512MiB")

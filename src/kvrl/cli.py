@@ -312,7 +312,9 @@ def _bench_command(kinds: argparse._SubParsersAction, name: str, text: str) -> a
     text = f"measurements whose median counts (default {1 if name in ('step', 'memory') else 3})"
     parser.add_argument("--repeats", type=positive, default=None, help=text)
     if name in ("rollout", "step"):
-        text = "measure other libraries too: all, or names such as vllm,generate (see benchmarks/peers)"
+        from kvrl.bench.peers import PEERS_OF
+
+        text = f"measure other libraries too, by default all of {','.join(PEERS_OF[name])} (see benchmarks/peers)"
         parser.add_argument("--peers", nargs="?", const="all", default=None, metavar="NAMES", help=text)
     parser.add_argument("--quick", action="store_true", help="everything small: shows that it runs, in seconds")
     parser.add_argument("--seed", type=natural, default=None, help="of prompts and sampling (default 0)")
@@ -352,13 +354,17 @@ FLAG_OF_FIELD = {
 
 
 @contextlib.contextmanager
-def _flags_for_fields() -> Iterator[None]:
-    """Messages name the flag that the user typed, not the configuration's field that it stands for."""
+def _flags_for_fields(**more: str) -> Iterator[None]:
+    """Messages name the flag that the user typed, not the configuration's field that it stands for.
+
+    more: flags of one command only, and their fields.
+    """
+    fields = FLAG_OF_FIELD | {re.escape(field) + r"\b": f"--{flag}" for flag, field in more.items()}
     try:
         yield
     except KvrlError as error:
         text = str(error)
-        for field, flag in FLAG_OF_FIELD.items():
+        for field, flag in fields.items():
             text = re.sub(rf"(?<![\w.]){field}", flag, text)
         raise KvrlError(text) from error
 
@@ -414,7 +420,7 @@ def _plan(args: argparse.Namespace) -> None:
 def _bench(args: argparse.Namespace) -> None:
     from kvrl.bench.command import run_bench
 
-    with _flags_for_fields():
+    with _flags_for_fields(budget="cache.budget"):
         run_bench(args)
 
 

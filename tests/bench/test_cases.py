@@ -108,7 +108,8 @@ def test_defaults_of_each_benchmark():
     assert settings("step").completions == 32 and settings("memory").completions == 8
     assert settings("rollout", "--kv_memory", "1GiB", "--peers").kv_memory == 1 << 30
     assert settings("rollout", "--peers", "vllm,kvpress").peers == ("vllm", "kvpress")
-    assert settings("step", "--peers").peers == ("vllm", "generate", "continuous", "kvpress", "trl")
+    assert settings("step", "--peers").peers == ("trl",)
+    assert settings("rollout", "--peers", "all").peers == ("vllm", "generate", "continuous", "kvpress")
     assert settings("learner", "--quick", "--lengths", "80,100").lengths == (80, 100)
 
 
@@ -121,6 +122,8 @@ def test_defaults_of_each_benchmark():
     (["step", "--completions", "12"], "--completions: 12 is not a multiple"),
     (["memory", "--tokens", "640"], "--tokens: 640 fit into budget 512 + buffer 128"),
     (["rollout", "--peers", "vlm"], "--peers: 'vlm' is not one of vllm"),
+    (["rollout", "--peers", "generate,trl"], "--peers: 'trl' is not one of vllm"),
+    (["step", "--peers", "vllm"], "--peers: 'vllm' is not one of trl; name"),
 ])  # fmt: skip
 def test_sizes_that_measure_nothing(argv, message):
     with pytest.raises(KvrlError, match=message.replace("+", r"\+")):

@@ -37,14 +37,11 @@ def bench(capsys, *argv: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def verdicts(result: dict) -> dict[str, str | None]:
-    for figure in result["figures"]:
-        value, bar = figure["value"], figure["bar"]
-        held = (
-            None if bar is None or value is None else (value >= bar if figure["sense"] == "at least" else value <= bar)
-        )
-        assert figure["verdict"] == {None: None, True: "ok", False: "MISSED"}[held]
-    return {figure["name"]: figure["verdict"] for figure in result["figures"]}
+def figures_of(result: dict) -> dict[str, dict]:
+    """By name. Far from the sizes that the bars are for, none is held to its bar."""
+    assert all(figure["verdict"] is None for figure in result["figures"])
+    assert any("--quick" in note for note in result["notes"])
+    return {figure["name"]: figure for figure in result["figures"]}
 
 
 def test_rollout(capsys, monkeypatch):
@@ -58,11 +55,11 @@ def test_rollout(capsys, monkeypatch):
     assert {row["case"] for row in result["sections"]["runs"]} == {
         "equal memory", "fixed number", "check: integral", "check: full run", "nothing evicted",
     }  # fmt: skip
-    found = verdicts(result)
-    assert found["equal memory, 90 new tokens each: kvrl over vllm"] is None
+    found = figures_of(result)
+    assert found["equal memory, 90 new tokens each: kvrl over vllm"]["value"] is None
     for name in ("kvrl: exponent of time against length, 32 to 72 new tokens", "tokens/s at 80 over tokens/s at 40",
                  "kvrl: integral against a full run, difference"):  # fmt: skip
-        assert found[name] in ("ok", "MISSED")
+        assert found[name]["value"] is not None and found[name]["bar"] is not None
     assert any("vllm: not measured" in note for note in result["notes"])
 
 
@@ -89,7 +86,7 @@ def test_a_peers_figures_stand_beside_kvrls(capsys, monkeypatch):
     for peer, bar in (("generate", 8.0), ("kvpress", 5.0)):
         figure = figures[f"equal memory, 90 new tokens each: kvrl over {peer}"]
         assert figure["bar"] == bar and runs["equal memory", peer] == pytest.approx(0.5)
-        assert figure["value"] == pytest.approx(runs["equal memory", "kvrl"] / 0.5) and figure["verdict"] == "ok"
+        assert figure["value"] == pytest.approx(runs["equal memory", "kvrl"] / 0.5)
     assert not any("vllm" in name for name in figures)
 
 
@@ -98,9 +95,9 @@ def test_learner(capsys, in_process):
     (rows,) = result["sections"].values()
     assert [row["tokens"] for row in rows] == [70, 140]
     assert all(row["replay_seconds"] > 0 and row["dense_seconds"] > 0 for row in rows)
-    found = verdicts(result)
-    assert found["replay: exponent of time against length"] in ("ok", "MISSED")
-    assert found["dense: exponent of time against length"] is None
+    found = figures_of(result)
+    assert found["replay: exponent of time against length"]["bar"] == 1.1
+    assert found["dense: exponent of time against length"]["bar"] is None
 
 
 def test_step(capsys, monkeypatch):
@@ -114,7 +111,8 @@ def test_step(capsys, monkeypatch):
     kvrl, trl = result["sections"]["GRPO step"]
     assert kvrl["trainer"] == "kvrl" and 0 < kvrl["rollout_seconds"] < kvrl["seconds"]
     assert trl["seconds"] == 1e6
-    assert verdicts(result)["one step, 8 completions of 40 tokens: kvrl faster than trl"] == "ok"
+    figure = figures_of(result)["one step, 8 completions of 40 tokens: kvrl faster than trl"]
+    assert figure["value"] == pytest.approx(1e6 / kvrl["seconds"]) and figure["bar"] == 3.0
 
 
 def test_memory(capsys, in_process):
@@ -124,9 +122,9 @@ def test_memory(capsys, in_process):
     assert full["kv_bytes"] == 3 * 256 * 3 * 2 * 32 * 2 * 2 and small["kv_bytes"] == full["kv_bytes"] // 8
     (trace,) = result["sections"]["trace of one sequence"]
     assert trace["evictions_bytes"] == 2 * trace["layers_x_heads_x_tokens"] == 2 * 3 * 2 * 256
-    figures = {f["name"]: f for f in result["figures"]}
+    figures = figures_of(result)
     assert figures["KV bytes, budget over full cache"]["value"] == pytest.approx(1 / 8)
-    assert figures["trace bytes for each layer, KV head and token"]["verdict"] == "ok"
+    assert figures["trace bytes for each layer, KV head and token"]["value"] == 2.0
     assert 0 < figures["recording and carrying the trace, share of a step"]["value"] < 1
 
 
@@ -175,12 +173,12 @@ def test_drivers_are_there():
     (["nothing"], "invalid choice: 'nothing'"),
     ([], "WHAT"),
     (["rollout", "--kv_memory", "2"], "'2' is no size"),
-    (["rollout", "--quick", "--policy", "lru"], "lru"),
-    (["rollout", "--quick", "--budget", "4"], "4 is below"),
-    (["step", "--quick", "--budget", "4"], "4 is below"),
+    (["rollout", "--quick", "--policy", "lru"], "--policy: 'lru'"),
+    (["rollout", "--quick", "--budget", "4"], "--budget: 4 is below"),
+    (["step", "--quick", "--budget", "4"], "--budget: 4 is below"),
     (["memory", "--quick", "--tokens", "30"], "--tokens: 30 fit into"),
     (["step", "--quick", "--completions", "9"], "--completions: 9"),
-    (["rollout", "--model", "no-such-model"], "--model: 'no-such-model'"),
+    (["rollout", "--model", "no-such-model"], "is known here (tiny, smollm2-135m); give"),
     (["learner", "--peers", "trl"], "unrecognized arguments: --peers"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(capsys, argv, message):

@@ -114,6 +114,7 @@ def test_the_peak_of_a_process_counts_from_now():
 def test_what_a_table_shows():
     given = [("kv_bytes", 3 << 20), ("a_share", 0.051), ("x", 1234.5), ("x", 0.01234), ("x", None)]
     assert [cell(*each) for each in given] == ["3.00 MiB", "5.1%", "1,234", "0.0123", "-"]
-    shown = line(Figure("KV bytes", 0.9, "", 1 / 12, "at most"))
+    shown = line(Figure("KV bytes", 0.9, "", 1 / 12, "at most"), judged=True)
     assert " ".join(shown.split()) == "KV bytes 0.9 bar: at most 0.0833 MISSED"
-    assert "not measured" in line(Figure("KV bytes", None, "x", 2.0))
+    assert "MISSED" not in line(Figure("KV bytes", 0.9, "", 1 / 12, "at most"), judged=False)
+    assert "not measured" in line(Figure("KV bytes", None, "x", 2.0), judged=True)

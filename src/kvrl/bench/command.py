@@ -34,8 +34,10 @@ def run_bench(args: argparse.Namespace) -> None:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     with model_folder(settings.model, settings.seed) as folder:
-        result = Result(settings, versions())
+        result = Result(settings, versions(), judged=not args.quick)
         BENCHMARKS[settings.what](result, folder)
+    if args.quick:
+        result.notes.append("--quick: far below the sizes that the bars are for; these figures only show that it runs")
     if args.json:
         print(result.to_json())
     else:
@@ -46,7 +48,7 @@ def run_bench(args: argparse.Namespace) -> None:
 def model_folder(name: str, seed: int) -> Iterator[str]:
     """What every engine loads: a model folder or a hub id; `tiny` is made for the time of the run."""
     if name != "tiny":
-        yield resolve_model(name, "--model")
+        yield resolve_model(name, "--model", also=("tiny",))
         return
     with tempfile.TemporaryDirectory(prefix="kvrl-bench-") as folder:
         yield str(make_tiny(folder, Recurrence().vocab, seed))

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvrl.bench.process import last_json
 from kvrl.errors import KvrlError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -53,7 +52,8 @@ PEERS = {
         Peer("trl", "trl_step.py", own_environment=True),
     )
 }
-ROLLOUT_PEERS, STEP_PEERS = ("vllm", "generate", "continuous", "kvpress"), ("trl",)
+PEERS_OF = {"rollout": ("vllm", "generate", "continuous", "kvpress"), "step": ("trl",)}
+"""Who is measured beside kvrl by which benchmark."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class Answer:
 
 def ask(name: str, given: dict[str, Any]) -> Answer:
     """Run a peer's driver with these settings."""
+    from kvrl.bench.process import last_json  # not above: it imports torch, and `kvrl --help` names the peers
+
     peer = PEERS[name]
     if peer.missing:
         return Answer(None, peer.missing)
@@ -79,10 +81,11 @@ def ask(name: str, given: dict[str, Any]) -> Answer:
         return Answer(None, f"not measured: {error}")
 
 
-def parse_peers(text: str) -> tuple[str, ...]:
-    """`vllm,trl`, or `all`. KvrlError for a name that is not there."""
-    names = tuple(PEERS) if text == "all" else tuple(text.split(","))
+def parse_peers(text: str, what: str) -> tuple[str, ...]:
+    """`vllm,generate`, or `all` of a benchmark. KvrlError for a name that it does not measure."""
+    known = PEERS_OF[what]
+    names = known if text == "all" else tuple(text.split(","))
     for name in names:
-        if name not in PEERS:
-            raise KvrlError(f"--peers: {name!r} is not one of {', '.join(PEERS)}; name one of them, or all")
+        if name not in known:
+            raise KvrlError(f"--peers: {name!r} is not one of {', '.join(known)}; name one of them, or all")
     return names

@@ -20,13 +20,15 @@ class Result:
 
     settings: Settings
     versions: dict[str, str]
+    judged: bool = True
+    """Whether its sizes are those of the bars: else figures have no verdict."""
     sections: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     figures: list[Figure] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def to_json(self) -> str:
         """Everything, each figure with its verdict."""
-        figures = [{**asdict(f), "verdict": f.verdict} for f in self.figures]
+        figures = [{**asdict(f), "verdict": f.verdict if self.judged else None} for f in self.figures]
         return to_json({"bench": self.settings.what, **asdict(self), "figures": figures}, indent=2)
 
     def print(self) -> None:
@@ -40,7 +42,7 @@ class Result:
             if rows:
                 console.print(table(title, rows))
         for figure in self.figures:
-            console.print(line(figure), soft_wrap=True)
+            console.print(line(figure, self.judged), soft_wrap=True)
         for note in self.notes:
             console.print(f"note: {note}", soft_wrap=True, markup=False)
 
@@ -72,8 +74,8 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-def line(figure: Figure) -> str:
+def line(figure: Figure, judged: bool) -> str:
     """A figure, its bar and its verdict in one line."""
     shown = "not measured" if figure.value is None else f"{number(figure.value)} {figure.unit}"
     bar = "" if figure.bar is None else f"  bar: {figure.sense} {number(figure.bar)} {figure.unit}"
-    return f"{figure.name:66s} {shown:>18s}{bar}" + (f"  {figure.verdict}" if figure.verdict else "")
+    return f"{figure.name:66s} {shown:>18s}{bar}" + (f"  {figure.verdict}" if judged and figure.verdict else "")

@@ -75,7 +75,7 @@ class Settings:
         given: dict[str, Any] = {f.name: getattr(args, f.name, None) for f in fields(cls)}
         for name in ("contexts", "lengths"):
             given[name] = given[name] and tuple(given[name])
-        given["peers"] = given["peers"] and parse_peers(given["peers"])
+        given["peers"] = given["peers"] and parse_peers(given["peers"], args.what)
         settings = replace(defaults, **{name: value for name, value in given.items() if value is not None})
         settings.check()
         return settings

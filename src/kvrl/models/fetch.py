@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -73,11 +74,11 @@ CHATML = (
 )
 
 
-def resolve_model(path_or_name: str | Path, field: str = "model.path") -> str:
+def resolve_model(path_or_name: str | Path, field: str = "model.path", *, also: Sequence[str] = ()) -> str:
     """What `from_pretrained` takes: the fetched folder of a known name, an existing folder, or a hub id.
 
-    field: what a message calls it. Raises KvrlError for a run's folder, a folder without `config.json` or
-    `adapter_config.json`, and for what is none of the three.
+    field: what a message calls it; also: further names that the caller takes. Raises KvrlError for a run's folder, a
+    folder without `config.json` or `adapter_config.json`, and for what is none of the three.
     """
     text = str(path_or_name)
     if text in MODELS:
@@ -99,8 +100,8 @@ def resolve_model(path_or_name: str | Path, field: str = "model.path") -> str:
             "the run's model, runs/NAME/model"
         )
     raise KvrlError(
-        f"{field}: {text!r} is no folder, no hub id (owner/name) and no name that kvrl fetches ({', '.join(MODELS)}); "
-        "give one of these"
+        f"{field}: {text!r} is no folder, no hub id (owner/name) and no name that is known here "
+        f"({', '.join((*also, *MODELS))}); give one of these"
     )
 
 
