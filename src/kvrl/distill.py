@@ -23,6 +23,15 @@ from kvrl.views import View, hidden_states
 Weights = Callable[[], AbstractContextManager[nn.Module]]
 
 
+def always(model: nn.Module) -> Weights:
+    """The teacher's model is this one, whatever the policy's."""
+
+    def active() -> AbstractContextManager[nn.Module]:
+        return contextlib.nullcontext(model)
+
+    return active
+
+
 @dataclass(frozen=True)
 class Distillation:
     """Which view teaches, with which weights, and how far the other is from it."""

@@ -10,7 +10,8 @@ from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from kvrl.tasks.jsonl import JsonLines
 from kvrl.tasks.recurrence import Recurrence
 from kvrl.train.config import WarmStart
-from kvrl.train.warm_start import IGNORED, encode_demonstration, learning_rate, pad_batch, warm_start
+from kvrl.train.supervised import encode_demonstration, learning_rate
+from kvrl.train.warm_start import IGNORED, pad_batch, warm_start
 
 TASK = Recurrence(min_steps=1, max_steps=3, max_start=2, mistake_rate=0.0)
 TOKENIZER = build_tiny_tokenizer(TASK.vocab)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from kvrl.beacons.config import check_limit, params_of
 from kvrl.errors import KvrlError
 from kvrl.objectives.distill import KLKind
-from kvrl.train.section import NonNegative, Positive, Section
+from kvrl.train.section import NonNegative, Positive, Section, WarmStart
 
 if TYPE_CHECKING:
     from kvrl.train.config import Config
@@ -24,6 +24,11 @@ class BeaconSettings(Section):
     """Where its embedding starts: `mean` of all others, or a token whose embedding it takes."""
 
 
+class BeaconWarmStart(WarmStart):
+    """Before the first rollout the same distillation on the task's worked solutions, into a separate student: many more
+    tokens than rollouts give in the time. The policy as its own warm start left it teaches."""
+
+
 class BreadcrumbsSettings(Section):
     """Method `breadcrumbs`: the step's rollouts, sampled with the full cache, teach the beacon policy too."""
 
@@ -35,6 +40,8 @@ class BreadcrumbsSettings(Section):
     by the distillation alone. It is saved as `model`, the policy beside it as `teacher`."""
     learning_rate: Positive | None = None
     """Peak learning rate of a separate student. Default: train.learning_rate."""
+    warm_start: BeaconWarmStart | None = None
+    """None: a separate student starts as a copy that never saw a beacon."""
     weight: NonNegative = 1.0
     """Weight of the distillation, a mean KL over response tokens."""
     kl: KLKind = "forward"
@@ -78,6 +85,11 @@ def check_beacons(config: Config) -> None:
         raise KvrlError(
             "breadcrumbs.learning_rate: is that of a separate student, and the policy itself learns; set "
             "train.learning_rate, or breadcrumbs.student to separate"
+        )
+    elif own.student == "same" and own.warm_start is not None:
+        raise KvrlError(
+            "breadcrumbs.warm_start: is that of a separate student, and the policy's own weights would unlearn their "
+            "task; set breadcrumbs.student to separate, or leave it out"
         )
     elif not own.weight:
         raise KvrlError(

@@ -30,7 +30,7 @@ from kvrl.train.algorithms.settings import (
     RlooSettings,
 )
 from kvrl.train.beacons import BeaconSettings, BreadcrumbsSettings, check_beacons
-from kvrl.train.section import NonNegative, Positive, Section
+from kvrl.train.section import NonNegative, Positive, Section, WarmStart
 from kvrl.views import View
 
 Method = Literal["dense", "naive", "corrected", "sparse_rl", "shadow_mask", "breadcrumbs"]
@@ -157,19 +157,6 @@ class TrainSettings(Section):
     """Gradients are scaled down to this norm."""
     num_threads: int | None = Field(None, ge=1)
     """Arithmetic threads on the CPU. Default: PyTorch's."""
-
-
-class WarmStart(Section):
-    steps: int = Field(200, ge=1)
-    """Optimiser steps of supervised training before reinforcement learning."""
-    batch_size: int = Field(32, ge=1)
-    """Demonstrations of one step."""
-    learning_rate: Positive = 3e-3
-    """Peak learning rate of AdamW: a short warm-up, level, then down to 0."""
-    demonstrations: int | None = Field(None, ge=1)
-    """Demonstrations drawn from the task and passed over again when spent. Default: steps * batch_size."""
-    seed: int | None = Field(None, ge=0)
-    """Seed of the demonstrations and their order. Default: the run's seed."""
 
 
 class EvalSettings(Section):

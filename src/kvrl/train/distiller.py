@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from kvrl.clock import now
-from kvrl.distill import Distillation, Weights
+from kvrl.distill import Distillation, Weights, always
 from kvrl.learner import Scored
 from kvrl.objectives.distill import controlled_weight, warmup
 from kvrl.objectives.losses import Metrics, total
@@ -47,10 +46,6 @@ class Average:
         yield self.model
 
 
-def _itself(model: nn.Module) -> contextlib.AbstractContextManager[nn.Module]:
-    return contextlib.nullcontext(model)
-
-
 class Distiller:
     """lambda * KL between the views, a mean over response tokens (arXiv 2605.06850, section 3)."""
 
@@ -64,7 +59,7 @@ class Distiller:
         source = start if settings.teacher_weights == "start" else self.average
         weights: Weights | None = None if source is None else source.active
         if apart and weights is None:
-            weights = partial(_itself, model)
+            weights = always(model)
         self.distillation = Distillation(settings.teacher, settings.kl, settings.top_k, weights)
 
     def lesson(self, scored: Scored, rollouts: Sequence[Rollout], pupil: Any) -> tuple[Scored, float]:

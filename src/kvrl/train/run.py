@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from accelerate.utils import GradientAccumulationPlugin
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from kvrl.beacons.config import beacons_for
 from kvrl.critic import Critic
+from kvrl.distill import Distillation, always
 from kvrl.errors import KvrlError
 from kvrl.learner import Scorer
 from kvrl.rewards.build import Rewards, build_rewards, pair_judge
@@ -24,6 +27,7 @@ from kvrl.sampler.request import Progress
 from kvrl.tasks import Task, get_task
 from kvrl.train.algorithms import make_algorithm
 from kvrl.train.algorithms.base import Algorithm
+from kvrl.train.beacon_start import beacon_start
 from kvrl.train.checkpoint import (
     MODEL,
     TEACHER,
@@ -38,8 +42,10 @@ from kvrl.train.data import PromptLimits, PromptStream, columns_of
 from kvrl.train.distiller import Distiller
 from kvrl.train.optimizer import MasterAdamW, make_optimizer, make_scheduler
 from kvrl.train.preflight import preflight
+from kvrl.train.section import WarmStart
 from kvrl.train.setup import Reference, adapters_of, load_policy
-from kvrl.train.warm_start import BETAS, warm_start
+from kvrl.train.supervised import BETAS
+from kvrl.train.warm_start import warm_start
 
 Say = Callable[[str], object]
 
@@ -129,6 +135,8 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     scorer = Scorer(model, critic=critic, **scoring).train()
     if student is not None:
         pupil = Scorer(student, **scoring).train()
+        if config.breadcrumbs.warm_start is not None and resumed is None:
+            teach_beacons(config, pupil, model, tokenizer, task, say)
     optimizer = make_optimizer(
         model, config.train, None, critic, config.ppo.critic_learning_rate, student, config.breadcrumbs.learning_rate
     )
@@ -166,15 +174,35 @@ def make_rewards(config: Config, task: Task, device: torch.device) -> Rewards | 
 def supervise(config: Config, model: Any, tokenizer: Any, task: Task, say: Say) -> None:
     """The supervised warm start, with an optimiser of its own."""
     assert config.warm_start is not None
-    settings = config.train.model_copy(update={"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "weight_decay": 0.0})
-    optimizer = make_optimizer(model, settings, config.warm_start.learning_rate)
-    say(f"warm start: {config.warm_start.steps} steps of {config.warm_start.batch_size} demonstrations ...")
+    with starting(config, config.warm_start, model, "warm start", say) as (optimizer, done):
+        done |= warm_start(model, tokenizer, task, config.warm_start, config.seed, optimizer)
+
+
+def teach_beacons(config: Config, pupil: Scorer, teacher: Any, tokenizer: Any, task: Task, say: Say) -> None:
+    """A separate student's own start, with an optimiser of its own; the policy as it is teaches."""
+    own = config.breadcrumbs
+    assert own.warm_start is not None
+    distillation = Distillation("dense", own.kl, own.top_k, always(teacher))
+    beacons = beacons_for(config.cache, pupil.model)
+    with starting(config, own.warm_start, pupil.model, "beacons' warm start", say) as (optimizer, done):
+        done |= beacon_start(pupil, distillation, beacons, tokenizer, task, own.warm_start, config.seed, optimizer)
+
+
+@contextlib.contextmanager
+def starting(
+    config: Config, settings: WarmStart, model: Any, name: str, say: Say
+) -> Iterator[tuple[Any, dict[str, float]]]:
+    """An optimiser for steps on demonstrations, and what they did, which is told at the end."""
+    betas = {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "weight_decay": 0.0}
+    optimizer = make_optimizer(model, config.train.model_copy(update=betas), settings.learning_rate)
+    say(f"{name}: {settings.steps} steps of {settings.batch_size} demonstrations ...")
     start = time.perf_counter()
-    done = warm_start(model, tokenizer, task, config.warm_start, config.seed, optimizer)
+    done: dict[str, float] = {}
+    yield optimizer, done
     if isinstance(optimizer, MasterAdamW):
         optimizer.release()
     say(
-        f"warm start: {config.warm_start.steps} steps, loss {done['first_loss']:.3f} -> {done['last_loss']:.3f} nats, "
+        f"{name}: {settings.steps} steps, loss {done['first_loss']:.3f} -> {done['last_loss']:.3f} nats, "
         f"{time.perf_counter() - start:.0f} s"
     )
 

@@ -1,0 +1,53 @@
+"""The beacon policy's own start: the uncompressed policy distilled into it on the task's worked solutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvrl.attention.probe import ModelSpec, probe
+from kvrl.beacons.config import BeaconSet
+from kvrl.beacons.insert import insert_drawn
+from kvrl.cache.trace import KVTrace
+from kvrl.distill import Distillation
+from kvrl.learner import Scorer
+from kvrl.sampler.types import Rollout
+from kvrl.tasks import Task
+from kvrl.train.section import WarmStart
+from kvrl.train.supervised import Example, OnStep, fit
+
+
+def beacon_start(
+    pupil: Scorer,
+    distillation: Distillation,
+    beacons: BeaconSet,
+    tokenizer: Any,
+    task: Task,
+    settings: WarmStart,
+    seed: int,
+    optimizer: torch.optim.Optimizer | None = None,
+    on_step: OnStep | None = None,
+) -> dict[str, float]:
+    """Train the pupil's model in place, by the KL of method `breadcrumbs` on the completions' tokens and their EOS.
+
+    Each demonstration draws a window of `beacons`. The rest is `fit`'s.
+    """
+    spec = probe(pupil.model)
+
+    def divergence(batch: list[Example], step: int) -> Tensor:
+        rollouts = [as_rollout(spec, *example) for example in batch]
+        scored = pupil(insert_drawn(rollouts, beacons, seed, 0, step), view="sparse", distill=distillation)
+        assert scored.divergence is not None
+        return scored.divergence.sum() / sum(len(r.completion_ids) for r in rollouts)
+
+    return fit(pupil.model, tokenizer, task, settings, seed, divergence, optimizer, on_step)
+
+
+def as_rollout(spec: ModelSpec, ids: list[int], prompt: int) -> Rollout:
+    """Tokens that nobody sampled, as a rollout of the full cache: what of it is the sampler's has no meaning."""
+    completion = ids[prompt:]
+    trace = KVTrace.dense(spec.num_layers, spec.kv_heads, len(ids))
+    mask = torch.ones(len(completion), dtype=torch.bool)
+    return Rollout(ids[:prompt], completion, torch.zeros(len(completion)), mask, trace, "eos")

@@ -1,0 +1,112 @@
+"""The beacon policy's start on worked solutions: its first loss computed independently, its effect, a run with it."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from kvrl.attention.probe import prepare, probe
+from kvrl.beacons.config import beacons_of
+from kvrl.beacons.insert import insert_drawn
+from kvrl.beacons.model import add_beacon
+from kvrl.distill import Distillation
+from kvrl.learner import Scorer
+from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
+from kvrl.tasks.recurrence import Recurrence
+from kvrl.train.beacon_start import as_rollout, beacon_start
+from kvrl.train.run import build
+from kvrl.train.section import WarmStart
+from kvrl.train.supervised import fit
+from kvrl.train.trainer import train
+from kvrl.views import hidden_states
+from runs import make_beacon_config as make
+
+TASK = Recurrence(min_steps=2, max_steps=4, max_start=3, mistake_rate=0.0)
+
+
+def pupil_and_teacher():
+    tokenizer = build_tiny_tokenizer(TASK.vocab)
+    model = build_tiny_model(tokenizer, seed=0)
+    add_beacon(model, tokenizer, every=(2, 3), positions="shared", token=None, start="mean")
+    return Scorer(copy.deepcopy(model)), prepare(model).eval(), tokenizer
+
+
+def start(pupil, teacher, tokenizer, settings, seed=4, **kwargs):
+    distillation = Distillation("dense", weights=lambda: contextlib.nullcontext(teacher))
+    return beacon_start(pupil, distillation, beacons_of(teacher), tokenizer, TASK, settings, seed, **kwargs)
+
+
+def batches_of(tokenizer, settings, seed):
+    """What the loop hands to the loss, step by step."""
+    seen = []
+
+    def see(batch, step):
+        seen.append(batch)
+        return weight.sum()
+
+    weight = torch.zeros(1, requires_grad=True)
+    fit(torch.nn.ParameterList([weight]), tokenizer, TASK, settings, seed, see)
+    return seen
+
+
+def test_first_loss_is_the_mean_kl_to_the_full_context_over_completion_tokens():
+    settings = WarmStart(steps=1, batch_size=6)
+    (pupil, teacher, tokenizer), total, count = pupil_and_teacher(), 0.0, 0
+    with torch.no_grad():
+        pupil.model.lm_head.weight.mul_(1.5)
+    student = copy.deepcopy(pupil.model)
+    done = start(pupil, teacher, tokenizer, settings)
+    (batch,) = batches_of(tokenizer, settings, seed=4)
+    rollouts = insert_drawn([as_rollout(probe(teacher), *example) for example in batch], beacons_of(teacher), 4, 0, 1)
+    assert {r.beacons.every for r in rollouts} == {2, 3}
+    for r in rollouts:
+        with torch.no_grad():
+            sparse = hidden_states(student, [r], "sparse", "mask")[0]  # [fed, E]
+            reads = student.lm_head(sparse[r.fed.predictor]).double()
+            full = teacher(torch.tensor([r.token_ids])).logits[0, len(r.prompt_ids) - 1 : -1].double()
+        kept = torch.arange(full.shape[1]) != r.beacons.token_id  # never drawn, so no part of either distribution
+        reads, full = reads[:, kept].log_softmax(-1), full[:, kept].log_softmax(-1)
+        total += F.kl_div(reads, full, log_target=True, reduction="sum").item()
+        count += len(r.completion_ids)
+    assert done["tokens"] == count
+    assert done["first_loss"] == pytest.approx(total / count, rel=1e-5)
+
+
+def test_it_teaches_repeats_itself_and_leaves_the_teacher():
+    settings, results = WarmStart(steps=30, batch_size=16, demonstrations=40), []
+    for _ in range(2):
+        pupil, teacher, tokenizer = pupil_and_teacher()
+        before = copy.deepcopy(teacher.state_dict())
+        done = start(pupil, teacher, tokenizer, settings)
+        assert all(torch.equal(value, before[name]) for name, value in teacher.state_dict().items())
+        assert all(parameter.grad is None for parameter in teacher.parameters())
+        results.append((done, pupil.model.lm_head.weight.detach().clone()))
+    (first, weight), (second, again) = results
+    assert first == second and torch.equal(weight, again)
+    assert first["last_loss"] < 0.8 * first["first_loss"]
+
+
+def test_in_a_run_it_moves_the_student_alone_and_is_not_repeated(tmp_path):
+    own = {"student": "separate", "learning_rate": 1e-3, "warm_start": {"steps": 2, "batch_size": 4}}
+    said: list[str] = []
+    run, _ = build(make(tmp_path, method="breadcrumbs", breadcrumbs=own), said.append)
+    plain, _ = build(make(tmp_path, method="breadcrumbs", breadcrumbs={**own, "warm_start": None}), said.append)
+    assert sum("beacons' warm start: 2 steps, loss" in line for line in said) == 1
+    assert all(map(torch.equal, run.model.parameters(), plain.model.parameters()))
+    assert all(map(torch.equal, run.model.parameters(), plain.student.parameters()))
+    assert not torch.equal(run.student.lm_head.weight, run.model.lm_head.weight)
+    config = make(tmp_path, method="breadcrumbs", breadcrumbs=own, train={"max_steps": 1}, checkpoint={"every": 1})
+    train(config)
+    said.clear()
+    more = {"train": {"max_steps": 2}, "checkpoint": {"resume": "latest"}}
+    build(make(tmp_path, method="breadcrumbs", breadcrumbs=own, **more), said.append)
+    assert not any("warm start" in line for line in said)
+
+
+def test_the_policys_own_weights_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"breadcrumbs.warm_start: is that of a separate student"):
+        make(tmp_path, method="breadcrumbs", breadcrumbs={"warm_start": {"steps": 2}})
