@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Literal
 
+MOST, MOST_BYTES = 2**63 - 1, 2**50
 METHODS = ("dense", "naive", "corrected", "sparse_rl", "shadow_mask", "breadcrumbs")
 
 
@@ -26,8 +27,8 @@ def parse_bytes(text: str) -> int:
         size = 0 if text.strip()[-1:].isdigit() else int(TypeAdapter(ByteSize).validate_python(text))
     except ValidationError:
         size = 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write it as 24GiB, 80GB or 512MiB")
+    if not 1 <= size <= MOST_BYTES:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size up to 1 PiB; write it as 24GiB, 80GB or 512MiB")
     return size
 
 
@@ -62,6 +63,8 @@ def _integer(text: str, minimum: int) -> int:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}") from None
     if value < minimum:
         raise argparse.ArgumentTypeError(f"{value} is below the minimum {minimum}")
+    if value > MOST:
+        raise argparse.ArgumentTypeError(f"{value} is above the maximum {MOST}")
     return value
 
 

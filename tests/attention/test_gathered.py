@@ -95,3 +95,6 @@ def test_autocast_acts_in_both_passes():
     assert out.dtype is torch.bfloat16
     out.float().sum().backward()
     assert q.grad.dtype is torch.float32 and k.grad.abs().sum() > 0
+    with torch.autocast("cpu", torch.bfloat16):  # which leaves float64 alone
+        out = attend_gathered(q.double(), k.double(), v.double(), index, visible, scaling=0.3, start=START)
+    assert out.dtype is torch.float64

@@ -115,7 +115,7 @@ def test_defaults_of_each_benchmark():
 
 @pytest.mark.parametrize(("argv", "message"), [
     (["rollout", "--contexts", "64"], "--contexts: 64 alone"),
-    (["rollout", "--contexts", "900,1000", "--new_tokens", "100"], "--contexts: 1000 is beyond the run's end at 164"),
+    (["rollout", "--contexts", "900,1000", "--new_tokens", "100"], "--contexts: 900 is beyond the run's end at 164"),
     (["rollout", "--new_tokens", "20"], "--contexts: 1000 is beyond the run's end at 84"),
     (["learner", "--lengths", "640,1280"], "--lengths: 640,1280 must be two lengths or more, each above 640"),
     (["learner", "--lengths", "128"], "--lengths: 128 must be"),

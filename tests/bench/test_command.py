@@ -179,6 +179,12 @@ def test_drivers_are_there():
     (["memory", "--quick", "--tokens", "30"], "--tokens: 30 fit into"),
     (["step", "--quick", "--completions", "9"], "--completions: 9"),
     (["rollout", "--model", "no-such-model"], "is known here (tiny, smollm2-135m); give"),
+    (["step", "--quick", "--policy", "dense"], "--policy: dense evicts nothing by a budget"),
+    (["memory", "--quick", "--policy", "beacon"], "--policy: beacon evicts nothing by a budget"),
+    (["rollout", "--quick", "--seed", str(2**63)], "is above the maximum"),
+    (["rollout", "--quick", "--threads", "100000"], "--threads: 100000 is above 1024"),
+    (["rollout", "--quick", "--peers="], "--peers: '' is not one of"),
+    (["rollout", "--quick", "--contexts", "1,40"], "--contexts: 1 is below the prompt's 8 tokens"),
     (["learner", "--peers", "trl"], "unrecognized arguments: --peers"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(capsys, argv, message):

@@ -26,7 +26,7 @@ def make(blocks, hq, heads, m, n, d, batch, length, masks=(1, 1), missing=0):
     return q, k, v, index, visible, torch.randn(q.shape, generator=g).bfloat16()
 
 
-pytestmark = pytest.mark.skipif(not known(*make(1, 1, 1, 64, 8, 64, 1, 9)[:2], 64), reason="needs g++ and AVX512-BF16")
+pytestmark = pytest.mark.skipif(not known(*make(1, 1, 1, 64, 8, 64, 1, 9)[:3], 64), reason="needs g++ and AVX512-BF16")
 
 
 def run(attend, q, k, v, *more, **kwargs):
@@ -54,7 +54,7 @@ SHAPES = [
 def test_values_and_gradients(monkeypatch, shape, masks):
     monkeypatch.setattr(native, "PARTS_BYTES", 3 * 2 * 4 * shape[2] * shape[4] * shape[5])  # three blocks at once
     given = make(*shape, masks=(1, 1) if masks == "one" else (shape[0], shape[2]))
-    assert known(*given[:2], shape[3])
+    assert known(*given[:3], shape[3])
     found = run(attend_gathered, *given, scaling=0.3)
     exact = run(attend_gathered, *(x.double() for x in given[:3]), *given[3:], scaling=0.3)
     for one, wanted in zip(found, exact, strict=True):
@@ -240,9 +240,12 @@ def test_segments_as_blocks_equal_the_mask(monkeypatch, budget, buffer, tokens, 
 
 
 def test_what_is_known():
-    q, k, *_ = make(1, 4, 2, 16, 8, 64, 1, 9)
-    assert known(q, k, 16)  # 2 query heads a group x 16 queries
-    assert not known(q, k, 15) and not known(q.float(), k.float(), 16) and not known(q[..., :32], k[..., :32], 16)
+    q, k, v, *_ = make(1, 4, 2, 16, 8, 64, 1, 9)
+    assert known(q, k, v, 16)  # 2 query heads a group x 16 queries
+    assert not known(q, k, v, 15) and not known(q[..., :32], k[..., :32], v[..., :32], 16)
+    for one in range(3):
+        assert not known(*(x.float() if i == one else x for i, x in enumerate((q, k, v))), 16)
+    assert not known(q, k, torch.cat([v, v], dim=-1), 16)
 
 
 @pytest.mark.parametrize(("softcap", "sinks"), [(2.0, False), (None, True)])

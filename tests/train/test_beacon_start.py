@@ -14,6 +14,7 @@ from kvrl.beacons.config import beacons_of
 from kvrl.beacons.insert import insert_drawn
 from kvrl.beacons.model import add_beacon
 from kvrl.distill import Distillation
+from kvrl.errors import KvrlError
 from kvrl.learner import Scorer
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from kvrl.tasks.recurrence import Recurrence
@@ -59,9 +60,11 @@ def test_first_loss_is_the_mean_kl_to_the_full_context_over_completion_tokens():
     with torch.no_grad():
         pupil.model.lm_head.weight.mul_(1.5)
     student = copy.deepcopy(pupil.model)
-    done = start(pupil, teacher, tokenizer, settings)
+    done = start(pupil, teacher, tokenizer, settings, temperature=0.7)
     (batch,) = batches_of(tokenizer, settings, seed=4)
-    rollouts = insert_drawn([as_rollout(probe(teacher), *example) for example in batch], beacons_of(teacher), 4, 0, 1)
+    rollouts = insert_drawn(
+        [as_rollout(probe(teacher), *example, 0.7) for example in batch], beacons_of(teacher), 4, 0, 1
+    )
     assert {r.beacons.every for r in rollouts} == {2, 3}
     for r in rollouts:
         with torch.no_grad():
@@ -69,7 +72,7 @@ def test_first_loss_is_the_mean_kl_to_the_full_context_over_completion_tokens():
             reads = student.lm_head(sparse[r.fed.predictor]).double()
             full = teacher(torch.tensor([r.token_ids])).logits[0, len(r.prompt_ids) - 1 : -1].double()
         kept = torch.arange(full.shape[1]) != r.beacons.token_id  # never drawn, so no part of either distribution
-        reads, full = reads[:, kept].log_softmax(-1), full[:, kept].log_softmax(-1)
+        reads, full = ((logits[:, kept] / 0.7).log_softmax(-1) for logits in (reads, full))
         total += F.kl_div(reads, full, log_target=True, reduction="sum").item()
         count += len(r.completion_ids)
     assert done["tokens"] == count
@@ -110,3 +113,14 @@ def test_in_a_run_it_moves_the_student_alone_and_is_not_repeated(tmp_path):
 def test_the_policys_own_weights_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"breadcrumbs.warm_start: is that of a separate student"):
         make(tmp_path, method="breadcrumbs", breadcrumbs={"warm_start": {"steps": 2}})
+
+
+def test_a_task_without_demonstrations_is_told_before_anything_is_made(tmp_path):
+    rows = [f'{{"prompt": "<bos> #{i} 3 7", "answer": "1"}}\n' for i in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    own = {"student": "separate", "warm_start": {"steps": 2}}
+    task = {"name": "jsonl", "params": {"path": str(tmp_path / "rows.jsonl")}}
+    changes = {"breadcrumbs": own, "task": task, "warm_start": None, "eval": {"n": 0}}
+    config = make(tmp_path / "run", method="breadcrumbs", **changes)
+    with pytest.raises(KvrlError, match="^breadcrumbs.warm_start: task jsonl has no demonstrations; leave breadcrumbs"):
+        build(config, lambda text: None)

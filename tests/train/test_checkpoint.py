@@ -46,8 +46,8 @@ def refusal(run: Path, **changes) -> str:
     ({"method": "naive"}, "method is 'naive'", "had 'shadow_mask'"),
     ({"seed": 5}, "seed is 5", "had 0"),
     ({"cache": {"budget": 13}}, "cache.budget is 13", "had 12"),
-    ({"lora": {"r": 2}}, "lora is {", "had None"),
-    ({"task": {"params": {"min_steps": 3}}}, "task.params.max_steps is None", "had 4"),
+    ({"lora": {"r": 2}}, "lora is {", "had null"),
+    ({"task": {"params": {"min_steps": 3}}}, "task.params.max_steps is null", "had 4"),
     ({"train": {"learning_rate": 1e-2}}, "train.learning_rate is 0.01", "had 0.001"),
     ({"train": {"max_steps": 9, "lr_scheduler": "linear"}}, "train.max_steps is 9", "had 2"),
 ])  # fmt: skip

@@ -44,7 +44,7 @@ def attend_gathered(
     q, k, v = _cast(q, k, v)
     size = visible.shape[3]
     assert start <= 0 and start + index.shape[1] * size >= q.shape[2]
-    if native and takes(q, k, size, softcap=softcap, s_aux=s_aux):
+    if native and takes(q, k, v, size, softcap=softcap, s_aux=s_aux):
         if counts is None:
             counts = torch.full(index.shape[:2], index.shape[3])
         return attend_gathered_native(q, k, v, index, counts, visible, start, scaling)
@@ -52,10 +52,12 @@ def attend_gathered(
     return _by_copies(q, k, v, index, visible, start, scaling=scaling, softcap=softcap, s_aux=s_aux)
 
 
-def takes(q: Tensor, k: Tensor, size: int, *, softcap: float | None, s_aux: Tensor | None) -> bool:
-    """Whether the compiled kernel does attention of queries [B, Hq, Tq, D], `size` a block, over keys [B, H, T, D]."""
-    a_query, a_key = _cast(q[:1, :, :1], k[:1, :, :1])
-    return softcap is None and s_aux is None and known(a_query, a_key, size)
+def takes(
+    q: Tensor, k: Tensor, v: Tensor, size: int, *, softcap: float | None, s_aux: Tensor | None
+) -> bool:  # fmt: skip
+    """Whether the compiled kernel does attention of queries [B, Hq, Tq, D], `size` a block, over [B, H, T, D]."""
+    one_q, one_k, one_v = _cast(*(x[:1, :, :1] for x in (q, k, v)))
+    return softcap is None and s_aux is None and known(one_q, one_k, one_v, size)
 
 
 def _by_copies(
@@ -79,9 +81,11 @@ def _by_copies(
 
 
 def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """To autocast's dtype, as attention's products would be: the backward pass has no autocast."""
+    """To autocast's dtype, as attention's products would be (float64 stays): the backward pass has no autocast."""
     kind = tensors[0].device.type
-    return tuple(x.to(torch.get_autocast_dtype(kind)) for x in tensors) if torch.is_autocast_enabled(kind) else tensors
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(x if x.dtype == torch.float64 else x.to(torch.get_autocast_dtype(kind)) for x in tensors)
 
 
 class _Gathered(torch.autograd.Function):

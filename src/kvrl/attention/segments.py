@@ -87,7 +87,7 @@ def attend_segments(call: AttentionCall, plan: Plan | None, *, native: bool = Tr
         return attend_band(call)  # a ring in the sampler: no policy ever touched it
     if plan is None:
         return attend(call.q, call.k, call.v, _causal(call, call.q.shape[2]), **call.kernel())
-    if native and takes(call.q, call.k, plan.buffer, softcap=call.softcap, s_aux=call.s_aux):
+    if native and takes(call.q, call.k, call.v, plan.buffer, softcap=call.softcap, s_aux=call.s_aux):
         return _from(-(-capacity % plan.buffer), call, plan, native)
     first = attend(
         call.q[:, :, :capacity], call.k[:, :, :capacity], call.v[:, :, :capacity],

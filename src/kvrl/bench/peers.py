@@ -84,7 +84,7 @@ def ask(name: str, given: dict[str, Any]) -> Answer:
 def parse_peers(text: str, what: str) -> tuple[str, ...]:
     """`vllm,generate`, or `all` of a benchmark. KvrlError for a name that it does not measure."""
     known = PEERS_OF[what]
-    names = known if text == "all" else tuple(text.split(","))
+    names = known if text == "all" else tuple(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in known:
             raise KvrlError(f"--peers: {name!r} is not one of {', '.join(known)}; name one of them, or all")

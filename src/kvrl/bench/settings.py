@@ -75,19 +75,31 @@ class Settings:
         given: dict[str, Any] = {f.name: getattr(args, f.name, None) for f in fields(cls)}
         for name in ("contexts", "lengths"):
             given[name] = given[name] and tuple(given[name])
-        given["peers"] = given["peers"] and parse_peers(given["peers"], args.what)
+        given["peers"] = None if given["peers"] is None else parse_peers(given["peers"], args.what)
         settings = replace(defaults, **{name: value for name, value in given.items() if value is not None})
         settings.check()
         return settings
 
     def check(self) -> None:
         """Raise KvrlError for sizes that measure nothing."""
+        if self.what != "rollout" and self.policy in ("dense", "beacon"):
+            raise KvrlError(
+                f"--policy: {self.policy} evicts nothing by a budget, which is what {self.what} measures; name "
+                "another of `kvrl policies`"
+            )
+        if self.threads is not None and self.threads > MOST_THREADS:
+            raise KvrlError(f"--threads: {self.threads} is above {MOST_THREADS}; lower it")
         if self.what == "rollout" and len(self.contexts) < 2:
             raise KvrlError(f"--contexts: {self.contexts[0]} alone gives no slope; give two lengths or more")
         end = self.prompt_length + self.new_tokens
-        if self.what == "rollout" and sum(context <= end for context in self.contexts) < 2:
+        if self.what == "rollout" and self.contexts[0] < self.prompt_length:
             raise KvrlError(
-                f"--contexts: {self.contexts[1]} is beyond the run's end at {end}, which needs two within it; lower it "
+                f"--contexts: {self.contexts[0]} is below the prompt's {self.prompt_length} tokens; leave it out"
+            )
+        beyond = [context for context in self.contexts if context > end]
+        if self.what == "rollout" and len(self.contexts) - len(beyond) < 2:
+            raise KvrlError(
+                f"--contexts: {beyond[0]} is beyond the run's end at {end}, which needs two within it; lower it "
                 "or raise --new_tokens"
             )
         least = max(self.prompt_length, self.budget + self.buffer)
@@ -109,6 +121,7 @@ class Settings:
 
 
 GROUP = 8  # completions of one prompt
+MOST_THREADS = 1024
 
 ONCE = ("step", "memory")  # a step of full size takes minutes
 

@@ -46,9 +46,11 @@ class _Call(ctypes.Structure):
     ]
 
 
-def known(q: Tensor, k: Tensor, size: int) -> bool:
-    """Whether the kernel takes queries [B, Hq, Tq, D] in blocks of `size` over keys [B, H, T, D]; compiles it if so."""
-    if q.dtype != torch.bfloat16 or q.device.type != "cpu" or q.shape[3] % COLUMNS:
+def known(q: Tensor, k: Tensor, v: Tensor, size: int) -> bool:
+    """Whether the kernel takes queries [B, Hq, Tq, D] in blocks of `size` over [B, H, T, D]; compiles it if so."""
+    if any(x.dtype != torch.bfloat16 or x.device.type != "cpu" for x in (q, k, v)):
+        return False
+    if q.shape[3] % COLUMNS or v.shape != k.shape:
         return False
     enough = q.shape[1] // k.shape[1] * size >= SMALLEST
     return enough and multiplies(q.dtype) and load("gathered_attention") is not None

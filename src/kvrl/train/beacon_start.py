@@ -27,17 +27,19 @@ def beacon_start(
     task: Task,
     settings: WarmStart,
     seed: int,
+    temperature: float = 1.0,
     optimizer: torch.optim.Optimizer | None = None,
     on_step: OnStep | None = None,
 ) -> dict[str, float]:
     """Train the pupil's model in place, by the KL of method `breadcrumbs` on the completions' tokens and their EOS.
 
-    Each demonstration draws a window of `beacons`. The rest is `fit`'s.
+    Each demonstration draws a window of `beacons`. Both distributions are at the sampling's temperature, over the whole
+    vocabulary: nobody sampled, so nothing was cut off. The rest is `fit`'s.
     """
     spec = probe(pupil.model)
 
     def divergence(batch: list[Example], step: int) -> Tensor:
-        rollouts = [as_rollout(spec, *example) for example in batch]
+        rollouts = [as_rollout(spec, *example, temperature) for example in batch]
         scored = pupil(insert_drawn(rollouts, beacons, seed, 0, step), view="sparse", distill=distillation)
         assert scored.divergence is not None
         return scored.divergence.sum() / sum(len(r.completion_ids) for r in rollouts)
@@ -45,9 +47,9 @@ def beacon_start(
     return fit(pupil.model, tokenizer, task, settings, seed, divergence, optimizer, on_step)
 
 
-def as_rollout(spec: ModelSpec, ids: list[int], prompt: int) -> Rollout:
+def as_rollout(spec: ModelSpec, ids: list[int], prompt: int, temperature: float) -> Rollout:
     """Tokens that nobody sampled, as a rollout of the full cache: what of it is the sampler's has no meaning."""
     completion = ids[prompt:]
     trace = KVTrace.dense(spec.num_layers, spec.kv_heads, len(ids))
     mask = torch.ones(len(completion), dtype=torch.bool)
-    return Rollout(ids[:prompt], completion, torch.zeros(len(completion)), mask, trace, "eos")
+    return Rollout(ids[:prompt], completion, torch.zeros(len(completion)), mask, trace, "eos", temperature)

@@ -87,7 +87,8 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 def check_resume(folder: Path, config: Config) -> None:
     """Raise KvrlError for a checkpoint that `config` cannot continue: incomplete, of another run, or past its end."""
-    for name in (STATE, CONFIG, TRAINING, MODEL):
+    apart = config.method == "breadcrumbs" and config.breadcrumbs.student == "separate"
+    for name in (STATE, CONFIG, TRAINING, MODEL, *([TEACHER] if apart else [])):
         if not (folder / name).exists():
             raise KvrlError(f"checkpoint.resume: {folder / name} is missing; resume from a complete checkpoint")
     step = load_state(folder)["step"]
@@ -97,9 +98,10 @@ def check_resume(folder: Path, config: Config) -> None:
         end = field == "train.max_steps" and step > wanted
         if any(field == name or field.startswith(f"{name}.") for name in MAY_CHANGE) or longer or end:
             continue
+        old, new = _shown(was), _shown(wanted)
         raise KvrlError(
-            f"checkpoint.resume: {field} is {wanted!r}, and the run of {folder} had {was!r}; set {field} to "
-            f"{was!r}, or start a new run in another output_dir"
+            f"checkpoint.resume: {field} is {new}, and the run of {folder} had {old}; set {field} to {old}, or start a "
+            "new run in another output_dir"
         )
     if step > config.train.max_steps:
         raise KvrlError(
@@ -121,6 +123,11 @@ def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") 
             yield from _differences(was, is_now, f"{prefix}{name}.")
         elif was != is_now:
             yield prefix + name, was, is_now
+
+
+def _shown(value: Any) -> str:
+    """A field's value as a flag takes it: YAML."""
+    return json.dumps(value) if isinstance(value, dict | list | None) else repr(value)
 
 
 def _read_json(file: Path) -> dict[str, Any]:

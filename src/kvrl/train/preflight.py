@@ -70,7 +70,7 @@ def unclosed(cache: CacheConfig, new: int) -> list[str]:
 
 def warnings_of(config: Config, model: nn.Module, prompt: int) -> list[str]:
     """What runs, but not as it was meant, with a longest prompt of that many tokens."""
-    new, cache = config.sampling.max_completion_length, config.rollout_cache
+    new, cache = config.sampling.max_completion_length, config.replayed_cache
     length = max(prompt, config.rollout.max_prompt_length or 0) + new
     out = []
     if cache.is_beacon:

@@ -44,7 +44,7 @@ from kvrl.train.optimizer import MasterAdamW, make_optimizer, make_scheduler
 from kvrl.train.preflight import preflight
 from kvrl.train.section import WarmStart
 from kvrl.train.setup import Reference, adapters_of, load_policy
-from kvrl.train.supervised import BETAS
+from kvrl.train.supervised import BETAS, check_demonstrations
 from kvrl.train.warm_start import warm_start
 
 Say = Callable[[str], object]
@@ -110,6 +110,12 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     rewards.check(columns_of(task.rows("train", 1, config.seed)))
     if config.eval.n:
         task.rows("eval", config.eval.n, config.eval.seed)
+    for field, section in (
+        ("warm_start", config.warm_start),
+        ("breadcrumbs.warm_start", config.breadcrumbs.warm_start),
+    ):
+        if section is not None and resumed is None:
+            check_demonstrations(task, field)
     apart = config.method == "breadcrumbs" and config.breadcrumbs.student == "separate"
     model, tokenizer = load_policy(config, task, resumed / (TEACHER if apart else MODEL) if resumed else None)
     model.to(accelerator.device)
@@ -185,7 +191,10 @@ def teach_beacons(config: Config, pupil: Scorer, teacher: Any, tokenizer: Any, t
     distillation = Distillation("dense", own.kl, own.top_k, always(teacher))
     beacons = beacons_for(config.cache, pupil.model)
     with starting(config, own.warm_start, pupil.model, "beacons' warm start", say) as (optimizer, done):
-        done |= beacon_start(pupil, distillation, beacons, tokenizer, task, own.warm_start, config.seed, optimizer)
+        done |= beacon_start(
+            pupil, distillation, beacons, tokenizer, task, own.warm_start, config.seed,
+            config.sampling.temperature or 1.0, optimizer,
+        )  # fmt: skip
 
 
 @contextlib.contextmanager

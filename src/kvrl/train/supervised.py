@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from kvrl.errors import KvrlError
 from kvrl.tasks import Task, encode_prompt
 from kvrl.train.optimizer import optimized
 from kvrl.train.section import WarmStart
@@ -64,6 +65,14 @@ def fit(
             on_step(step, {"loss": losses[-1], "learning_rate": rate})
     model.train(was_training)
     return {"first_loss": losses[0], "last_loss": losses[-1], "tokens": float(tokens)}
+
+
+def check_demonstrations(task: Task, field: str) -> None:
+    """Raise KvrlError, naming the section of the configuration, for a task without worked solutions."""
+    try:
+        task.demonstrations(1, 0)
+    except KvrlError as error:
+        raise KvrlError(str(error).replace("warm_start", field)) from None
 
 
 def learning_rate(settings: WarmStart, step: int) -> float:
