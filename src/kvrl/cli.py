@@ -27,6 +27,7 @@ from kvrl.arguments import (
     positive,
     yaml_mapping,
 )
+from kvrl.bench.peers import PEERS_OF
 from kvrl.errors import KvrlError
 
 DTYPES = ("float32", "bfloat16")
@@ -312,8 +313,6 @@ def _bench_command(kinds: argparse._SubParsersAction, name: str, text: str) -> a
     text = f"measurements whose median counts (default {1 if name in ('step', 'memory') else 3})"
     parser.add_argument("--repeats", type=positive, default=None, help=text)
     if name in ("rollout", "step"):
-        from kvrl.bench.peers import PEERS_OF
-
         text = f"measure other libraries too, by default all of {','.join(PEERS_OF[name])} (see benchmarks/peers)"
         parser.add_argument("--peers", nargs="?", const="all", default=None, metavar="NAMES", help=text)
     parser.add_argument("--quick", action="store_true", help="everything small: shows that it runs, in seconds")

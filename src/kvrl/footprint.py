@@ -50,11 +50,6 @@ class Footprint:
         return self.config.algorithm == "ppo" and self.config.ppo.critic == "model"
 
     @property
-    def separate_student(self) -> bool:
-        """Whether beacons are taught to a model of its own."""
-        return self.config.method == "breadcrumbs" and self.config.breadcrumbs.student == "separate"
-
-    @property
     def value_head(self) -> int:
         """Numbers of the critic's fp32 value head."""
         return text_config(self.model).hidden_size + 1 if self.config.algorithm == "ppo" else 0
@@ -63,7 +58,7 @@ class Footprint:
     def trainable(self) -> int:
         """Numbers that the optimiser updates, those of critic and student included."""
         own = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        return own * (1 + self.separate_critic + self.separate_student) + self.value_head
+        return own * (1 + self.separate_critic + self.config.separate_student) + self.value_head
 
     @property
     def gradients(self) -> int:
@@ -82,7 +77,7 @@ class Footprint:
             # LoRA's reference is the model with its adapters off
             "reference": self.weights if reference and config.lora is None else 0,
             "critic": (self.weights if self.separate_critic else 0) + FP32 * self.value_head,
-            "student": self.weights * self.separate_student,
+            "student": self.weights * self.config.separate_student,
             "averaged teacher": average * (self.weights + FP32 * sum(p.numel() for p in self.model.parameters())),
         }
         return {name: size for name, size in items.items() if size}

@@ -110,6 +110,20 @@ def test_in_a_run_it_moves_the_student_alone_and_is_not_repeated(tmp_path):
     assert not any("warm start" in line for line in said)
 
 
+def test_a_run_teaches_at_the_samplings_temperature(tmp_path):
+    """Softer distributions are nearer to each other, and only the temperature differs."""
+
+    def first_loss(temperature: float) -> float:
+        own = {"student": "separate", "warm_start": {"steps": 1, "batch_size": 4}}
+        changes = {"breadcrumbs": own, "sampling": {"temperature": temperature}}
+        said: list[str] = []
+        build(make(tmp_path, method="breadcrumbs", **changes), said.append)
+        (line,) = (text for text in said if "beacons' warm start: 1 steps, loss" in text)
+        return float(line.split("loss ")[1].split()[0])
+
+    assert first_loss(3.0) < 0.5 * first_loss(1.0)
+
+
 def test_the_policys_own_weights_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"breadcrumbs.warm_start: is that of a separate student"):
         make(tmp_path, method="breadcrumbs", breadcrumbs={"warm_start": {"steps": 2}})

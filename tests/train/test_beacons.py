@@ -112,3 +112,11 @@ def test_mistakes(tmp_path, changes, message):
 def test_windows_that_never_close_are_told():
     config = make("runs/none", cache=beacons(every=[4, 28, 29, 30]))
     assert [text.split(":")[1].split()[3] for text in unclosed(config.cache, 30)] == ["29", "30"]
+
+
+@pytest.mark.parametrize("method", ["shadow_mask", "breadcrumbs"])  # whose rollouts have the full cache
+def test_a_run_tells_of_windows_that_never_close(tmp_path, method):
+    said: list[str] = []
+    build(make(tmp_path, method=method, cache=beacons(every=[4, 29])), said.append)
+    (line,) = (text for text in said if "warning" in text)
+    assert "a window of 29 tokens never closes" in line

@@ -12,6 +12,7 @@ import torch
 from kvrl.beacons.config import beacons_for, beacons_of
 from kvrl.beacons.insert import insert_drawn
 from kvrl.distill import Distillation
+from kvrl.errors import KvrlError
 from kvrl.eval.run_defaults import teacher_of
 from kvrl.learner import Scorer, completion_mask
 from kvrl.train.run import build
@@ -128,6 +129,10 @@ def test_a_separate_student_goes_on_where_it_was(tmp_path):
     whole = load_model(str(tmp_path / "model"), "float32")[0]
     shutil.rmtree(tmp_path / "checkpoints" / "step-000002")
     train(breadcrumbs(tmp_path, **{**own, "checkpoint": {"resume": "latest"}}))
+    teacher = tmp_path / "checkpoints" / "step-000001" / "teacher"
+    teacher.rename(tmp_path / "elsewhere")
+    with pytest.raises(KvrlError, match=r"^checkpoint.resume: .*step-000001/teacher is missing"):
+        build(breadcrumbs(tmp_path, **{**own, "checkpoint": {"resume": str(teacher.parent)}}), lambda text: None)
     for name in ("model", "teacher"):
         again = load_model(str(tmp_path / name), "float32")[0]
         assert name == "teacher" or all(map(torch.equal, again.parameters(), whole.parameters()))

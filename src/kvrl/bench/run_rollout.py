@@ -12,7 +12,7 @@ from kvrl.attention.probe import prepare, probe, text_config
 from kvrl.bench.cases import Case, Point, Speeds, make_cases, points_of
 from kvrl.bench.figures import Figure, fitted_exponent, ratio
 from kvrl.bench.machine import Machine
-from kvrl.bench.peers import PEERS_OF, ask
+from kvrl.bench.peers import ask
 from kvrl.bench.result import Result
 from kvrl.bench.rollout import DecodeSpeed, decode_speed, random_prompt, slots_within
 from kvrl.cache.config import CacheConfig
@@ -47,7 +47,7 @@ def fill(result: Result, folder: str) -> None:
     result.sections["kvrl, decode"] = [decode_row(d) for d in decoded.values()]
     prompt = random_prompt(text_config(model).vocab_size, max(s.contexts) + s.budget, s.seed)
     del model
-    for peer in (name for name in PEERS_OF["rollout"] if name in s.peers):
+    for peer in s.peers:
         found = peer_speeds(result, peer, wanted(points(peer)), folder, prompt)
         if found:
             speeds[peer] = found

@@ -7,7 +7,7 @@ import statistics
 import torch
 
 from kvrl.bench.figures import Figure, ratio
-from kvrl.bench.peers import PEERS_OF, ask
+from kvrl.bench.peers import ask
 from kvrl.bench.result import Result
 from kvrl.bench.settings import GROUP
 from kvrl.bench.step import MICRO_BATCH, prompts, step_costs
@@ -24,7 +24,7 @@ def fill(result: Result, folder: str) -> None:
         "trainer": "kvrl", "completions": s.completions, "tokens_each": s.completion_length, "seconds": seconds,
         "rollout_seconds": statistics.median(c.rollout_seconds for c in costs),
     }]  # fmt: skip
-    for peer in (name for name in PEERS_OF["step"] if name in s.peers):
+    for peer in s.peers:
         taken = peer_step(result, peer, folder)
         figure = f"one step, {s.completions} completions of {s.completion_length:,} tokens: kvrl faster than {peer}"
         result.figures.append(Figure(figure, ratio(taken, seconds), bar=FASTER))

@@ -75,7 +75,7 @@ class _Gathered(torch.autograd.Function):
         group, size = q.shape[1] // k.shape[1], visible.shape[3]
         out, lse = _by_tokens(q), torch.empty(*index.shape[:3], group * size)
         seen = visible.repeat(1, 1, 1, group, 1)  # [1 or B, 1 or C, 1 or H, M, n]
-        call = _call(start, scaling, seen, q=q, k=k, v=v, out=out, index=index, counts=counts, visible=seen, lse=lse)
+        call = _call(start, scaling, q=q, k=k, v=v, out=out, index=index, counts=counts, visible=seen, lse=lse)
         _library().kvrl_gathered_forward(ctypes.byref(call))
         ctx.save_for_backward(q, k, v, index, counts, visible, out, lse)
         ctx.start, ctx.scaling = start, scaling
@@ -93,7 +93,7 @@ class _Gathered(torch.autograd.Function):
         each = min(blocks, max(1, PARTS_BYTES // (2 * 4 * index[0, 0].numel() * dim)))
         own = [torch.empty(each, *index.shape[2:], dim) for _ in totals]  # [blocks, H, n, D]
         call = _call(
-            ctx.start, ctx.scaling, seen, q=q, k=k, v=v, out=out, grad=grad, grad_q=grad_q, index=index, counts=counts,
+            ctx.start, ctx.scaling, q=q, k=k, v=v, out=out, grad=grad, grad_q=grad_q, index=index, counts=counts,
             visible=seen, lse=lse, grad_k=own[0], grad_v=own[1],
         )  # fmt: skip
         library = _library()
@@ -125,15 +125,16 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-def _call(start: int, scaling: float, seen: Tensor, **tensors: Tensor) -> _Call:
+def _call(start: int, scaling: float, **tensors: Tensor) -> _Call:
     """All blocks of a call; what is missing among the tensors stays null."""
-    q, index = tensors["q"], tensors["index"]
-    batch, per_row, heads, n = index.shape
+    q, seen = tensors["q"], tensors["visible"]
+    batch, per_row, heads, n = tensors["index"].shape
+    group = q.shape[1] // heads
     given = {name: _Strided.of(x) if name in _LAID else _pointer(x) for name, x in tensors.items()}
     mask = [0 if size == 1 else step for size, step in zip(seen.shape[:3], seen.stride()[:3], strict=True)]
     return _Call(
-        **given, first=0, blocks=batch * per_row, per_row=per_row, heads=heads, group=q.shape[1] // heads,
-        size=tensors["lse"].shape[3] * heads // q.shape[1], start=start, length=q.shape[2], n=n, dim=q.shape[3],
+        **given, first=0, blocks=batch * per_row, per_row=per_row, heads=heads, group=group,
+        size=tensors["lse"].shape[3] // group, start=start, length=q.shape[2], n=n, dim=q.shape[3],
         **dict(zip(_MASK, mask, strict=True)), threads=torch.get_num_threads(), scaling=scaling,
     )  # fmt: skip
 

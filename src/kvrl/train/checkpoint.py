@@ -87,8 +87,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 def check_resume(folder: Path, config: Config) -> None:
     """Raise KvrlError for a checkpoint that `config` cannot continue: incomplete, of another run, or past its end."""
-    apart = config.method == "breadcrumbs" and config.breadcrumbs.student == "separate"
-    for name in (STATE, CONFIG, TRAINING, MODEL, *([TEACHER] if apart else [])):
+    for name in (STATE, CONFIG, TRAINING, MODEL, *([TEACHER] if config.separate_student else [])):
         if not (folder / name).exists():
             raise KvrlError(f"checkpoint.resume: {folder / name} is missing; resume from a complete checkpoint")
     step = load_state(folder)["step"]

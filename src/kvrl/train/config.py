@@ -250,6 +250,11 @@ class Config(Section):
         return self.distill if self.method == "shadow_mask" and self.distill.weight > 0 else None
 
     @property
+    def separate_student(self) -> bool:
+        """Whether beacons are read by another model than the policy, which is then kept beside it as the teacher."""
+        return self.method == "breadcrumbs" and self.breadcrumbs.student == "separate"
+
+    @property
     def learner_view(self) -> View:
         """The view of every log-prob in the objective: learner, old and reference."""
         return "sparse" if self.method == "shadow_mask" else "dense"

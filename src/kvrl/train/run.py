@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +116,7 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     ):
         if section is not None and resumed is None:
             check_demonstrations(task, field)
-    apart = config.method == "breadcrumbs" and config.breadcrumbs.student == "separate"
+    apart = config.separate_student
     model, tokenizer = load_policy(config, task, resumed / (TEACHER if apart else MODEL) if resumed else None)
     model.to(accelerator.device)
     preflight(config, model, tokenizer, task, say)
@@ -178,36 +178,33 @@ def make_rewards(config: Config, task: Task, device: torch.device) -> Rewards | 
 
 
 def supervise(config: Config, model: Any, tokenizer: Any, task: Task, say: Say) -> None:
-    """The supervised warm start, with an optimiser of its own."""
+    """The supervised warm start."""
     assert config.warm_start is not None
-    with starting(config, config.warm_start, model, "warm start", say) as (optimizer, done):
-        done |= warm_start(model, tokenizer, task, config.warm_start, config.seed, optimizer)
+    steps = partial(warm_start, model, tokenizer, task, config.warm_start, config.seed)
+    on_demonstrations(config, config.warm_start, model, "warm start", steps, say)
 
 
 def teach_beacons(config: Config, pupil: Scorer, teacher: Any, tokenizer: Any, task: Task, say: Say) -> None:
-    """A separate student's own start, with an optimiser of its own; the policy as it is teaches."""
+    """A separate student's own start; the policy as it is teaches."""
     own = config.breadcrumbs
     assert own.warm_start is not None
     distillation = Distillation("dense", own.kl, own.top_k, always(teacher))
-    beacons = beacons_for(config.cache, pupil.model)
-    with starting(config, own.warm_start, pupil.model, "beacons' warm start", say) as (optimizer, done):
-        done |= beacon_start(
-            pupil, distillation, beacons, tokenizer, task, own.warm_start, config.seed,
-            config.sampling.temperature or 1.0, optimizer,
-        )  # fmt: skip
+    beacons, temperature = beacons_for(config.cache, pupil.model), config.sampling.temperature or 1.0
+    steps = partial(
+        beacon_start, pupil, distillation, beacons, tokenizer, task, own.warm_start, config.seed, temperature
+    )
+    on_demonstrations(config, own.warm_start, pupil.model, "beacons' warm start", steps, say)
 
 
-@contextlib.contextmanager
-def starting(
-    config: Config, settings: WarmStart, model: Any, name: str, say: Say
-) -> Iterator[tuple[Any, dict[str, float]]]:
-    """An optimiser for steps on demonstrations, and what they did, which is told at the end."""
+def on_demonstrations(
+    config: Config, settings: WarmStart, model: Any, name: str, steps: Callable[[Any], dict[str, float]], say: Say
+) -> None:
+    """Take steps on demonstrations with an optimiser of their own, and tell what they did."""
     betas = {"adam_beta1": BETAS[0], "adam_beta2": BETAS[1], "weight_decay": 0.0}
     optimizer = make_optimizer(model, config.train.model_copy(update=betas), settings.learning_rate)
     say(f"{name}: {settings.steps} steps of {settings.batch_size} demonstrations ...")
     start = time.perf_counter()
-    done: dict[str, float] = {}
-    yield optimizer, done
+    done = steps(optimizer)
     if isinstance(optimizer, MasterAdamW):
         optimizer.release()
     say(
