@@ -96,6 +96,11 @@ def test_tensors_are_read_and_written_in_any_order_of_their_axes():
         return out, *torch.autograd.grad(out, leaves, lay(grad).detach())
 
     usual = result(lambda x: x.detach().clone().requires_grad_())
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.data_ptr()) or x, lambda x: x):
+        leaves = [by_tokens(x) for x in (q, k, v)]
+        attend_gathered(*leaves, index, visible, scaling=0.3)
+    assert kept[:3] == [x.data_ptr() for x in leaves]  # no copy of them
     for lay in (by_tokens, within, innermost):
         for one, wanted in zip(result(lay), usual, strict=True):
             assert torch.equal(one, wanted)

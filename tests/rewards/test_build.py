@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -63,6 +64,15 @@ def test_functions_of_every_kind_are_summed(file: Path, tmp_path: Path, monkeypa
     assert scores.per_function.tolist() == [[100.0, 1.0, 5000.0, 5.0, 5.0], [100.0, 0.0, 4000.0, 4.0, 4.0]]
     assert scores.rewards.tolist() == [5120.0, 4108.0]
     assert scores.metrics()["rewards/task/mean"] == 100.0
+
+
+def test_a_file_is_read_again_and_nothing_is_left_beside_it(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    for number in (1.0, 2.0):  # texts of one size, in one second
+        file.write_text(f"def score(completions, **kwargs):\n    return [{number}]\n")
+        os.utime(file, (1e9, 1e9))
+        assert rewards_of(f"{file}:score")(["a"], {"prompt": [""]}).rewards.tolist() == [number]
+    assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
 def test_settings_reach_the_call(file: Path) -> None:
