@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 
@@ -29,21 +30,29 @@ def make_prompts(lengths=helpers.LENGTHS, seed: int = 1) -> list[list[int]]:
     return [[min(i, BEACON - 1) for i in prompt] for prompt in helpers.make_prompts(lengths, seed)]
 
 
-def cache(every=None) -> kvrl.CacheConfig:
-    return kvrl.CacheConfig(policy="beacon", params={} if every is None else {"every": every})
+def cache(every=None, schedule="constant") -> kvrl.CacheConfig:
+    chosen = {"schedule": schedule} if every is None else {"every": every, "schedule": schedule}
+    return kvrl.CacheConfig(policy="beacon", params=chosen)
 
 
-def sample(lm=None, prompts=None, every=None, *, new: int = 23, seed: int = 0, **kwargs) -> list[kvrl.Rollout]:
+def sample(
+    lm=None, prompts=None, every=None, *, schedule="constant", new: int = 23, seed: int = 0, **kwargs
+) -> list[kvrl.Rollout]:
     """Rollouts of the tiny llama with its beacons, or of what is given. every: c, or the set of them."""
     fields = kwargs.pop("sampling_fields", {})
     return kvrl.rollout(
-        model() if lm is None else lm, make_prompts() if prompts is None else prompts, cache=cache(every),
+        model() if lm is None else lm, make_prompts() if prompts is None else prompts, cache=cache(every, schedule),
         sampling=helpers.sampling(new, **fields), seed=seed, **kwargs,
     )  # fmt: skip
 
 
-def by_hand(r: kvrl.Rollout, every: int, positions: str = "sequence") -> tuple[list[int], list[int], list[int]]:
-    """Fed ids, positions, and the first query that does not see each entry, token by token."""
+def by_hand(r: kvrl.Rollout, windows, positions: str = "sequence") -> tuple[list[int], list[int], list[int]]:
+    """Fed ids, positions, and the first query that does not see each entry, token by token.
+
+    windows: raw tokens of each in turn, the last for the rest.
+    """
+    sizes = itertools.chain(windows, itertools.repeat(windows[-1]))
+    every = next(sizes)
     ids, where = list(r.prompt_ids), list(range(len(r.prompt_ids)))
     gone = [NEVER] * len(ids)
     window: list[int] = []
@@ -59,7 +68,7 @@ def by_hand(r: kvrl.Rollout, every: int, positions: str = "sequence") -> tuple[l
             gone.append(NEVER)
             for entry in window:
                 gone[entry] = len(ids)
-            window = []
+            window, every = [], next(sizes)
         window.append(len(ids))
         ids.append(token)
         where.append(following)
@@ -72,7 +81,7 @@ def oracle(twin, rollouts, positions: str = "sequence", dtype: torch.dtype = tor
     """The stock model's log-probs of every completion token, [N, max C], 0 beyond."""
     out = torch.zeros(len(rollouts), max(len(r.completion_ids) for r in rollouts), dtype=dtype)
     for i, r in enumerate(rollouts):
-        ids, where, gone = by_hand(r, r.beacons.every, positions)
+        ids, where, gone = by_hand(r, r.beacons.windows, positions)
         evicted_at = torch.tensor(gone).expand(*r.trace.events.shape[:2], -1)
         logps = beacon_logprobs(
             twin, ids, where, evicted_at, BEACON, len(r.prompt_ids), temperature=r.temperature

@@ -19,6 +19,11 @@ def parse_lengths(text: str) -> list[int]:
     return sorted({positive(part) for part in text.split(",")})
 
 
+def parse_schedule(text: str) -> list[int]:
+    """`2,2,8` as `[2, 2, 8]`, in the order given."""
+    return [positive(part) for part in text.split(",")]
+
+
 def parse_bytes(text: str) -> int:
     """`24GiB`, `80GB` or `512 MiB` in bytes, as in a configuration but that the unit must be there."""
     from pydantic import ByteSize, TypeAdapter, ValidationError

@@ -24,6 +24,7 @@ from kvrl.arguments import (
     parse_lengths,
     parse_methods,
     parse_names,
+    parse_schedule,
     positive,
     yaml_mapping,
 )
@@ -185,6 +186,8 @@ def _add_eval(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("--task_params", type=yaml_mapping, default=None, metavar="YAML", help=text)
     parser.add_argument("--budgets", type=parse_budgets, default=None, help="e.g. 24,32,48,full (default full)")
     _add_every(parser, "the model's own")
+    text = "policy beacon: tokens of the first window, the second and so on, the last for the rest, e.g. 2,2,8"
+    parser.add_argument("--schedule", type=parse_schedule, default=None, help=text)
     _add_cache_flags(parser, policy=None, of_run="the run's, else ")
     text = "held-out problems (default 256), or most of each set of a benchmark (default all)"
     parser.add_argument("--n", type=positive, default=None, help=text)
@@ -344,7 +347,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 FLAG_OF_FIELD = {
     r"cache\.(policy|buffer|window|sinks)\b": r"--\1",
-    r"cache\.params\.every\b": "--every",
+    r"cache\.params\.(every|schedule)\b": r"--\1",
     r"sampling\.(temperature|max_completion_length)\b": r"--\1",
     r"task\.name\b": "--task",
     r"task\.params\b": "--task_params",

@@ -10,7 +10,7 @@ from torch import nn
 
 from kvrl.activations import Saved, planned_trace, saved_bytes
 from kvrl.attention.probe import ModelSpec, text_config
-from kvrl.beacons.config import params_of
+from kvrl.beacons.config import BeaconSet, params_of
 from kvrl.beacons.plan import Beacons
 from kvrl.cache.compaction import Compactor
 from kvrl.cache.config import CacheConfig
@@ -155,10 +155,10 @@ class Footprint:
     def sizes(self, cache: CacheConfig) -> dict[str, Any]:
         """What the size of a slot depends on."""
         new = self.config.sampling.max_completion_length
-        plans = [Beacons(0, c) for c in params_of(cache).rates or ()] if cache.is_beacon else []
+        rates = params_of(cache).rates if cache.is_beacon else None
         return {
             "max_tokens": self.max_tokens, "dtype": DTYPES[self.config.model.dtype],
-            "beacon_slots": max((plan.slots(self.max_tokens - new, new) for plan in plans), default=None),
+            "beacon_slots": rates and BeaconSet(0, rates).slots(self.max_tokens - new, new),
         }  # fmt: skip
 
     def memory(self, cache: CacheConfig, num_slots: int) -> tuple[KVSlots, Compactor | None]:
@@ -206,5 +206,5 @@ class Footprint:
         if cache.is_beacon:  # the shortest windows have most beacons
             rates, new = params_of(cache).rates, self.config.sampling.max_completion_length
             assert rates is not None
-            return Beacons(0, rates[0]).trace(self.spec.num_layers, self.spec.kv_heads, self.max_tokens - new, new)
+            return Beacons(0, rates[:1]).trace(self.spec.num_layers, self.spec.kv_heads, self.max_tokens - new, new)
         return planned_trace(self.spec, self.max_tokens, cache.budget, cache.buffer)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from kvrl.attention.probe import check_length, prepare, rope_limit, text_config
 from kvrl.attention.replay import Backend, ReplayContext
-from kvrl.beacons.config import BeaconSet, beacons_of
+from kvrl.beacons.config import BeaconSet, beacons_of, listed
 from kvrl.beacons.plan import Fed
 from kvrl.errors import KvrlError
 from kvrl.head import decoder
@@ -85,6 +85,6 @@ def check_beacons(rollouts: Sequence[Rollout], own: BeaconSet | None) -> None:
             )
         if not r.keeps_to_beacons:
             raise KvrlError(
-                f"rollouts[{i}]: its trace evicts other entries than its beacons of every {r.beacons.every} tokens do; "
-                "it was changed after it was recorded"
+                f"rollouts[{i}]: its trace evicts other entries than its beacons of every {listed(r.beacons.windows)} "
+                "tokens do; it was changed after it was recorded"
             )

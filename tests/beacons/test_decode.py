@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
 
 import helpers
 import kvrl
-from beacon_models import BEACON, cache, make_prompts, model, sample
+from beacon_models import BEACON, by_hand, cache, make_prompts, model, sample
 from helpers import assert_same_bits, gap, replay
 from kvrl.cache.slots import KVSlots
 from kvrl.sampler.engine import Engine
@@ -104,7 +105,7 @@ def test_mates_order_and_slot_do_not_touch_a_request(slots, name):
     for place in range(len(mates) + 1):  # every slot, and after a slot's reuse
         prompts = [*mates[:place], *mine, *mates[place:]]
         together = run(prompts, [*range(place), 77, *range(place, len(mates))])
-        rates |= {r.beacons.every for r in together}
+        rates |= {r.beacons.windows for r in together}
         assert together[place].beacons == alone.beacons
         assert_same_bits(together[place], alone)
     assert len(rates) > 1  # mates with other windows were among them
@@ -114,7 +115,7 @@ def test_a_group_shares_its_prefill():
     fields = {"num_generations": 4}
     group = sample(prompts=make_prompts([19, 6]), sampling_fields=fields, slots=4)
     assert [(r.prompt_index, r.sample_index) for r in group] == [(p, g) for p in (0, 1) for g in range(4)]
-    assert len({r.beacons.every for r in group}) > 1  # each of a group draws its own
+    assert len({r.beacons.windows for r in group}) > 1  # each of a group draws its own
     (alone,) = sample(prompts=make_prompts([19]), slots=4)
     assert_same_bits(alone, group[0])
     assert gap(replay(model(), group, backend="mask"), kvrl.sampler_logprobs(group)) < 1e-4
@@ -132,25 +133,53 @@ def test_a_reused_engine_remembers_nothing():
 def test_windows_are_drawn_by_the_requests_own_streams():
     """Each of the set about as often; another seed draws others; one alone needs no drawing."""
     prompts = make_prompts([3] * 200)
-    drawn = [r.beacons.every for r in sample(prompts=prompts, new=5)]
-    assert {c: 25 < drawn.count(c) < 80 for c in drawn} == {c: True for c in (1, 2, 3, 5)}
-    assert drawn != [r.beacons.every for r in sample(prompts=prompts, new=5, seed=1)]
-    assert {r.beacons.every for r in sample(prompts=prompts, new=5, every=[2, 5])} == {2, 5}
-    assert {r.beacons.every for r in sample(prompts=prompts, new=5, every=5)} == {5}
+    drawn = [r.beacons.windows for r in sample(prompts=prompts, new=5)]
+    assert {c: 25 < drawn.count(c) < 80 for c in drawn} == {(c,): True for c in (1, 2, 3, 5)}
+    assert drawn != [r.beacons.windows for r in sample(prompts=prompts, new=5, seed=1)]
+    assert {r.beacons.windows for r in sample(prompts=prompts, new=5, every=[2, 5])} == {(2,), (5,)}
+    assert {r.beacons.windows for r in sample(prompts=prompts, new=5, every=5)} == {(5,)}
+
+
+def test_a_random_schedule_draws_every_window():
+    """Windows independent of one another and of the longest completion, and as many as it can have."""
+    drawn = [r.beacons.windows for r in sample(prompts=make_prompts([3] * 60), new=9, schedule="random")]
+    assert {len(windows) for windows in drawn} == {9}  # all could be of one token
+    for place in range(9):
+        counts = [windows[place] for windows in drawn]
+        assert all(3 < counts.count(c) < 30 for c in (1, 2, 3, 5))
+    assert sum(a == b for windows in drawn for a, b in itertools.pairwise(windows)) < 60 * 8 / 2  # 120 expected
+    longer = [r.beacons.windows for r in sample(prompts=make_prompts([3] * 60), new=20, schedule="random")]
+    assert [windows[:9] for windows in longer] == drawn
 
 
 def test_windows_chosen_for_each_prompt():
     prompts = make_prompts()
     lm = model()
     chosen = kvrl.rollout(lm, prompts, cache=cache(), sampling=helpers.sampling(23), every=[5, 1, 2])
-    assert [r.beacons.every for r in chosen] == [5, 1, 2]
+    assert [r.beacons.windows for r in chosen] == [(5,), (1,), (2,)]
     for i, c in enumerate((5, 1, 2)):
         assert chosen[i].token_ids == sample(every=c)[i].token_ids
-    for every, message in (([5, 1], "every: 2 for 3 prompts"), ([5, 1, 4], "every: 4 is not one of the 1, 2, 3, 5")):
+    for every, message in (
+        ([5, 1], "every: 2 for 3 prompts"), ([5, 1, 4], "every: 4 is not one of the 1, 2, 3, 5"),
+        ([5, 1, [2, 4]], "every: 4 is not one of the 1, 2, 3, 5"), ([5, 1, []], "every: an empty list"),
+    ):  # fmt: skip
         with pytest.raises(kvrl.KvrlError, match=message):
             kvrl.rollout(lm, prompts, cache=cache(), sampling=helpers.sampling(23), every=every)
     with pytest.raises(kvrl.KvrlError, match="every: chooses the beacons' windows, and this cache has none"):
         kvrl.rollout(lm, prompts, cache=helpers.cache(), sampling=helpers.sampling(23), every=[1, 1, 1])
+
+
+def test_a_schedule_for_each_prompt():
+    """What a request is given, the cache section gives to all: windows in turn, the last for the rest."""
+    chosen = kvrl.rollout(
+        model(), make_prompts(), cache=cache(), sampling=helpers.sampling(23), every=[[5, 1, 2], 3, [1]]
+    )
+    assert [r.beacons.windows for r in chosen] == [(5, 1, 2), (3,), (1,)]
+    assert chosen[0].token_ids == sample(schedule=[5, 1, 2])[0].token_ids
+    assert chosen[0].fed.ids.tolist() == by_hand(chosen[0], (5, 1, 2))[0]
+    places = (chosen[0].fed.beacons - len(chosen[0].prompt_ids)).tolist()
+    assert places[:4] == [5, 7, 10, 13]  # after 5, 6, 8 and 10 raw tokens
+    assert chosen[2].token_ids == sample(every=1)[2].token_ids
 
 
 @pytest.mark.parametrize("ends_at, beacons", [(2, 0), (3, 0), (4, 1), (5, 1), (6, 1), (7, 2)])
@@ -170,7 +199,7 @@ def test_an_end_around_a_windows_end(ends_at, beacons):
 def test_completions_no_longer_than_a_window(eos):
     rollouts = sample(new=5, every=5, sampling_fields={"eos_token_ids": eos})
     assert len(rollouts[0].completion_ids) == (1 if len(eos) == 97 else 5) or len(eos) == 50
-    assert all(r.trace.num_events == 0 and r.beacons.every == 5 for r in rollouts)
+    assert all(r.trace.num_events == 0 and r.beacons.windows == (5,) for r in rollouts)
     assert gap(replay(model(), rollouts, backend="mask"), kvrl.sampler_logprobs(rollouts)) < 1e-4
 
 

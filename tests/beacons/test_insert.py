@@ -27,10 +27,10 @@ def dense_rollouts(lm=None, new: int = 15):
 def test_the_two_views(name, positions):
     lm = model(name, positions=positions)
     plain = dense_rollouts(lm)
-    given = [insert(r, Beacons(BEACON, 3, positions)) for r in plain]
+    given = [insert(r, Beacons(BEACON, (3,), positions)) for r in plain]
     for r, was in zip(given, plain, strict=True):
         assert torch.equal(r.trace.windows, was.trace.windows) and r.trace.num_events
-        assert r.token_ids == was.token_ids and r.fed.ids.tolist() == by_hand(was, 3, positions)[0]
+        assert r.token_ids == was.token_ids and r.fed.ids.tolist() == by_hand(was, (3,), positions)[0]
     assert gap(replay(lm, given, view="dense"), kvrl.sampler_logprobs(plain)) < 1e-4
     assert gap(replay(lm, given, backend="mask"), oracle(stock(name), given, positions)) < 1e-4
     assert gap(replay(lm, given, backend="mask"), kvrl.sampler_logprobs(plain)) > helpers.DENSE_MISMATCH
@@ -41,7 +41,7 @@ def test_the_student_is_the_beacon_policy_and_the_teacher_learns_nothing(double)
     import copy
 
     lm = copy.deepcopy(model("llama", 8, torch.float64)).train()
-    given = [insert(r, Beacons(BEACON, 3)) for r in dense_rollouts(lm, new=9)]
+    given = [insert(r, Beacons(BEACON, (3,))) for r in dense_rollouts(lm, new=9)]
     held = copy.deepcopy(lm)
 
     def term(with_grad: bool):
@@ -66,13 +66,13 @@ def test_the_student_is_the_beacon_policy_and_the_teacher_learns_nothing(double)
 def test_windows_are_drawn_by_batch_and_place():
     plain = dense_rollouts(new=3) * 40
     known = BeaconSet(BEACON, (1, 2))
-    first = [r.beacons.every for r in insert_drawn(plain, known, 0, 1)]
-    assert first == [r.beacons.every for r in insert_drawn(plain, known, 0, 1)]
-    assert 20 < first.count(1) < 60 and first != [r.beacons.every for r in insert_drawn(plain, known, 0, 2)]
+    first = [r.beacons.windows for r in insert_drawn(plain, known, 0, 1)]
+    assert first == [r.beacons.windows for r in insert_drawn(plain, known, 0, 1)]
+    assert 20 < first.count((1,)) < 60 and first != [r.beacons.windows for r in insert_drawn(plain, known, 0, 2)]
 
 
 def test_micro_batches_count_what_is_fed():
-    given = [insert(r, Beacons(BEACON, 1)) for r in dense_rollouts(new=12)]
+    given = [insert(r, Beacons(BEACON, (1,))) for r in dense_rollouts(new=12)]
     assert [r.num_tokens for r in given] == [17, 24] and [len(r.fed.ids) for r in given] == [27, 34]
     units = [[0], [1]]
     assert list(micro_batches(given, units, 67)) == [[0], [1]]
@@ -82,4 +82,4 @@ def test_micro_batches_count_what_is_fed():
 def test_compressed_rollouts_are_refused():
     for rollouts in (sample(every=2), helpers.sample(model(), make_prompts([30]))):
         with pytest.raises(kvrl.KvrlError, match="beacons go into rollouts of the full cache, and this one lost"):
-            insert(rollouts[0], Beacons(BEACON, 3))
+            insert(rollouts[0], Beacons(BEACON, (3,)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,8 @@ def error_of(capsys, *argv: str) -> str:
      "cache.params.every: 8 is not one of the 2, 4 that the model was trained with"),
     (["--cache.params", "{every: 2, positions: shared}", "--model.path", "{root}/trained"],
      "cache.params.positions: shared is not the sequence that the model was trained with"),
+    (["--cache.params", "{every: [2, 4], schedule: [4, 8]}"],
+     "cache.params.schedule: 8 is not one of the 2, 4 of cache.params.every"),
     (["--cache.params", "{}"], "cache.params.every: is missing"),
     (["--breadcrumbs.student", "apart"], "breadcrumbs.student: apart is not one of 'same' or 'separate'"),
 ])  # fmt: skip
@@ -69,6 +72,24 @@ def test_in_evaluation(folder, capsys, model, flags, message):
     given = ["--task", "recurrence", "--n", "2", "--policy", "beacon", *flags]
     assert message in error_of(capsys, "eval", str(folder / model), *given)
     assert message in error_of(capsys, "eval", str(folder / model), *given, "--curve", "--baselines", "recent")
+
+
+@pytest.mark.parametrize(("flags", "message"), [
+    (["--policy", "beacon", "--schedule", "2,0"], "--schedule: 0 is below the minimum 1"),
+    (["--policy", "beacon", "--schedule", "4,3"], "--schedule: 3 is not one of the 2, 4 that the model"),
+    (["--policy", "beacon", "--every", "4", "--schedule", "4,2"], "--schedule: 2 is not one of the 4 of --every"),
+    (["--policy", "rkv", "--schedule", "4"], "--schedule: chooses the windows of beacons, and --policy is rkv"),
+    (["--curve", "--schedule", "4"], "--schedule: has no meaning under --curve"),
+])  # fmt: skip
+def test_a_schedule_in_evaluation(folder, capsys, flags, message):
+    assert message in error_of(capsys, "eval", str(folder / "trained"), "--task", "recurrence", "--n", "2", *flags)
+
+
+def test_a_schedule_is_evaluated(folder, capsys):
+    flags = ["--task", "recurrence", "--n", "2", "--policy", "beacon", "--schedule", "2,2,4", "--json"]
+    assert main(["eval", str(folder / "trained"), *flags, "--max_completion_length", "12"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["results"]
+    assert found["budget"] == "c=2,2,4" and found["evictions"] > 0
 
 
 def test_a_tokenizer_without_room(folder, capsys, monkeypatch):

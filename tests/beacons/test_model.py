@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 
 import helpers
 import kvrl
-from kvrl.beacons.config import BeaconSet, beacons_for, beacons_of, params_of
+from kvrl.beacons.config import BeaconSet, beacons_for, beacons_of, decodings, params_of
 from kvrl.beacons.model import NAME, restore_beacon, save_beacon
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from kvrl.models.tiny_families import build_family
@@ -166,6 +166,9 @@ def test_a_config_that_was_changed(held, message):
     ({"every": 0}, "cache.params.every: 0 is below 1"),
     ({"every": "many"}, "cache.params.every: 'many' is refused; it should be a whole number or a list of them"),
     ({"positions": "last"}, "cache.params.positions: 'last' is refused; it should be 'sequence' or 'shared'"),
+    ({"every": 2, "schedule": "sometimes"}, "cache.params.schedule: 'sometimes' is refused; it should be"),
+    ({"every": 2, "schedule": []}, "cache.params.schedule: is empty"),
+    ({"every": [2, 8], "schedule": [2, 4]}, "cache.params.schedule: 4 is not one of the 2, 8 of cache.params.every"),
     ({"evry": 2}, "cache.params.evry: is no parameter of beacon; did you mean every"),
 ])  # fmt: skip
 def test_parameters(params, message):
@@ -181,10 +184,33 @@ def test_what_a_cache_may_ask_of_a_model():
 
     assert ask() == BeaconSet(5, (2, 4), "shared")
     assert ask(every=4, positions="shared") == BeaconSet(5, (4,), "shared")
+    assert ask(schedule=[2, 2, 4]) == BeaconSet(5, (2, 4), "shared", (2, 2, 4))
     with pytest.raises(kvrl.KvrlError, match="every: 8 is not one of the 2, 4 that the model was trained with"):
         ask(every=[2, 8])
+    with pytest.raises(kvrl.KvrlError, match="schedule: 8 is not one of the 2, 4"):
+        ask(schedule=[2, 8])
     with pytest.raises(kvrl.KvrlError, match="positions: sequence is not the shared that the model was trained with"):
         ask(positions="sequence")
     for name, value in (("window", 4), ("sinks", 2), ("granularity", "shared")):
         with pytest.raises(kvrl.KvrlError, match=f"cache.{name}: {value} has no meaning under policy beacon"):
             params_of(kvrl.CacheConfig(policy="beacon", **{name: value}))
+
+
+def test_a_slot_holds_whatever_the_windows_are():
+    """Of c alone |prompt| + ceil(n / c) + c + 1; of several the longest window after the shortest ones."""
+    assert BeaconSet(5, (4,)).slots(10, 30) == 10 + 8 + 4 + 1
+    own = BeaconSet(5, (2, 7))
+    plan = own.plan([2] * 11 + [7])  # 22 tokens in windows of 2, then 7 of the 30
+    assert max(plan.held(10, n) for n in range(29)) == 10 + 11 + 6
+    assert plan.held(10, 28) + 2 <= own.slots(10, 30) == 10 + 12 + 7 + 2  # its beacon would be the second more
+
+
+@pytest.mark.parametrize(
+    "schedule, expected", [("constant", ["c=2", "c=4"]), ("random", ["c=2", "c=4"]), ((2, 2, 4), ["c=2,2,4"])]
+)
+def test_windows_of_an_evaluation(schedule, expected):
+    assert decodings((2, 4), schedule) == expected
+    own = kvrl.CacheConfig(policy="beacon", params={"every": [2, 4], "schedule": "random"})
+    asked = [params_of(own.at_budget(point)) for point in expected]
+    assert [p.ordered for p in asked] == (["constant"] * 2 if isinstance(schedule, str) else [(2, 2, 4)])
+    assert [p.rates for p in asked] == ([(2,), (4,)] if isinstance(schedule, str) else [(2, 4)])

@@ -37,7 +37,7 @@ def bar(twin, rollouts) -> float:
 def test_families(name, window, positions):
     lm, twin = model(name, window, positions=positions), stock(name, window)
     rollouts = sample(lm)
-    assert len({r.beacons.every for r in rollouts}) > 1
+    assert len({r.beacons.windows for r in rollouts}) > 1
     sampled, limit = kvrl.sampler_logprobs(rollouts), bar(twin, rollouts)
     assert gap(sampled, oracle(twin, rollouts, positions)) <= limit
     for backend in ("mask", "segments"):
@@ -45,14 +45,16 @@ def test_families(name, window, positions):
         assert gap(sampled, replay(lm, rollouts, view="dense", backend=backend)) > DENSE_MISMATCH
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 5])
+@pytest.mark.parametrize("every, schedule", [
+    (1, "constant"), (2, "constant"), (3, "constant"), (5, "constant"), (None, "random"), (None, [5, 1, 3]),
+])  # fmt: skip
 @pytest.mark.parametrize("name, window, positions", [
     ("llama", 8, "sequence"), ("gemma2", 8, "shared"), ("gemma2", 8, "sequence"), ("gpt_oss", 40, "shared"),
 ])  # fmt: skip
-def test_float64_leaves_no_room_for_a_small_mistake(name, window, positions, every, double, monkeypatch):
+def test_float64_leaves_no_room_for_a_small_mistake(name, window, positions, every, schedule, double, monkeypatch):
     monkeypatch.setattr("kvrl.attention.blocks.SIZE", 5)  # many blocks, some of them without a window's end
     lm, twin = model(name, window, torch.float64, positions), stock(name, window, torch.float64)
-    rollouts = sample(lm, every=every)
+    rollouts = sample(lm, every=every, schedule=schedule)
     truth = oracle(twin, rollouts, positions, torch.float64)
     assert gap(replay(lm, rollouts, backend="mask"), truth) < 1e-10
     assert gap(replay(lm, rollouts, backend="segments"), truth) < 1e-10
@@ -61,7 +63,7 @@ def test_float64_leaves_no_room_for_a_small_mistake(name, window, positions, eve
 
 def test_the_trace_is_what_was_deleted_by_hand():
     for r in sample():
-        ids, where, gone = by_hand(r, r.beacons.every)
+        ids, where, gone = by_hand(r, r.beacons.windows)
         assert r.fed.ids.tolist() == ids and r.fed.positions.tolist() == where
         assert r.trace.evicted_at().tolist() == [[gone] * 2] * 2
         assert BEACON not in r.completion_ids and r.token_ids == r.prompt_ids + r.completion_ids
@@ -83,7 +85,7 @@ def test_a_stock_forward_under_a_hand_made_mask_has_the_same_gradients(backend, 
     (r,) = sample(lm, make_prompts([6]), every=3, new=14)
     weights = torch.linspace(-1.0, 1.0, 14, dtype=torch.float64)
     (kvrl.logprobs(lm, [r], backend=backend)[0] * weights).sum().backward()
-    ids, where, gone = by_hand(r, 3)
+    ids, where, gone = by_hand(r, (3,))
     q, k = torch.arange(len(ids))[:, None], torch.arange(len(ids))
     hidden = (k > q) | (q >= torch.tensor(gone))
     mask = torch.zeros(1, 1, *hidden.shape, dtype=torch.float64).masked_fill(hidden, -1e300)
@@ -118,7 +120,7 @@ def test_rope_that_depends_on_the_longest_position_counts_positions_not_places()
 
 def test_an_evicted_window_is_gone():
     """Keys and values of a closed window: its beacon reads them, nothing after it does."""
-    plan = Beacons(BEACON, 3)
+    plan = Beacons(BEACON, (3,))
     trace = plan.trace(1, 2, 4, 12)
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, heads, trace.num_tokens, 8, generator=generator) for heads in (4, 2, 2))
@@ -200,7 +202,7 @@ def test_distillation_compares_the_views_at_the_raw_tokens(double):
     for i, r in enumerate(rollouts):
         with torch.no_grad():
             full = twin(input_ids=torch.tensor([r.token_ids]), use_cache=False).logits[0]
-            ids, _, gone = by_hand(r, 2)
+            ids, _, gone = by_hand(r, (2,))
             q, k = torch.arange(len(ids))[:, None], torch.arange(len(ids))
             hidden = ((k > q) | (q >= torch.tensor(gone)))[None, None]
             mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, -1e300)
@@ -214,7 +216,7 @@ def test_distillation_compares_the_views_at_the_raw_tokens(double):
 def test_blocks_hold_what_is_alive_and_no_more(monkeypatch):
     """Prompt of 2, seven raw tokens, windows of 2, in blocks of 4: 2 + [r r B r | r B r r | r]."""
     monkeypatch.setattr("kvrl.attention.blocks.SIZE", 4)
-    trace = Beacons(BEACON, 2).trace(1, 1, 2, 7)
+    trace = Beacons(BEACON, (2,)).trace(1, 1, 2, 7)
     first, second, third = make_blocks([trace], 11, "cpu")
     assert first.keys.tolist() == [[0, 1, 2, 3]] and bool((first.visible[0, 0] == torch.ones(4, 4).tril()).all())
     assert second.keys.tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]  # the first window is read by the beacon at 4
@@ -277,7 +279,7 @@ def test_windows_are_checked_as_in_every_trace():
 
 def test_replay_reads_positions_for_windows_alone():
     """Without a sliding window a context's positions change nothing; with one they do where beacons share them."""
-    plan = Beacons(BEACON, 2, "shared")
+    plan = Beacons(BEACON, (2,), "shared")
     trace, positions = plan.trace(1, 2, 4, 12), plan.fed([0] * 4, [1] * 12).positions[None]
     q, k, v = (torch.randn(1, heads, trace.num_tokens, 8) for heads in (4, 2, 2))
     for window, same in ((None, True), (4, False)):

@@ -65,7 +65,7 @@ def test_first_loss_is_the_mean_kl_to_the_full_context_over_completion_tokens():
     rollouts = insert_drawn(
         [as_rollout(probe(teacher), *example, 0.7) for example in batch], beacons_of(teacher), 4, 0, 1
     )
-    assert {r.beacons.every for r in rollouts} == {2, 3}
+    assert {r.beacons.windows for r in rollouts} == {(2,), (3,)}
     for r in rollouts:
         with torch.no_grad():
             sparse = hidden_states(student, [r], "sparse", "mask")[0]  # [fed, E]

@@ -7,8 +7,10 @@ The cache section (`cache.policy: beacon`) chooses among what the model was trai
 from __future__ import annotations
 
 import difflib
-from dataclasses import asdict, dataclass
-from typing import Any, get_args
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -17,6 +19,8 @@ from kvrl.beacons.plan import Beacons, Positions
 from kvrl.cache.config import CacheConfig
 from kvrl.errors import KvrlError
 from kvrl.streams import fold, uniform
+
+Schedule = Literal["constant", "random"] | tuple[int, ...]
 
 FIELD = "kvrl_beacons"
 """The name under which a model's config holds its beacons."""
@@ -32,6 +36,9 @@ class BeaconParams(BaseModel):
     """Raw tokens that a beacon stands for (c), or several: each completion draws one. None: the model's own."""
     positions: Positions | None = None
     """`sequence`: a beacon takes the next position; `shared`: its window's last one. None: the model's own."""
+    schedule: Literal["constant", "random"] | list[int] = "constant"
+    """`constant`: all windows of a completion are of one c. `random`: each window draws its own. A list: c of the
+    first window, the second and so on, the last being that of all further ones."""
 
     @property
     def rates(self) -> tuple[int, ...] | None:
@@ -39,6 +46,11 @@ class BeaconParams(BaseModel):
         if self.every is None:
             return None
         return tuple(sorted(self.every if isinstance(self.every, list) else [self.every]))
+
+    @property
+    def ordered(self) -> Schedule:
+        """The schedule, a list of windows as a tuple."""
+        return self.schedule if isinstance(self.schedule, str) else tuple(self.schedule)
 
 
 @dataclass(frozen=True)
@@ -49,34 +61,51 @@ class BeaconSet:
     every: tuple[int, ...]
     """The set of c, in order."""
     positions: Positions = "sequence"
+    schedule: Schedule = "constant"
+    """How the windows of a completion follow one another, unless a request says so. Not kept with a model."""
 
-    def plan(self, every: int) -> Beacons:
-        """The beacons of a completion whose windows have `every` raw tokens. KvrlError unless it is of the set."""
-        if every not in self.every:
+    def plan(self, every: int | Sequence[int]) -> Beacons:
+        """The beacons of a completion whose windows all have `every` raw tokens, or such a list of windows.
+
+        Raises KvrlError unless they are of the set.
+        """
+        windows = tuple(map(operator.index, every if isinstance(every, Sequence) else [every]))
+        if not windows:
+            raise KvrlError("every: an empty list of windows; give one c at least, or leave it out")
+        if strange := [c for c in windows if c not in self.every]:
             raise KvrlError(
-                f"every: {every} is not one of the {listed(self.every)} that this rollout's beacons have; choose among "
-                "them, or leave it out"
+                f"every: {strange[0]} is not one of the {listed(self.every)} that this rollout's beacons have; choose "
+                "among them, or leave it out"
             )
-        return Beacons(self.token_id, every, self.positions)
+        return Beacons(self.token_id, windows, self.positions)
 
-    def draw(self, stream: int) -> Beacons:
-        """The beacons of a request: c is drawn from the set by the request's own random stream."""
-        number = float(uniform(fold(torch.tensor(stream), RATE_STREAM)))
-        return self.plan(self.every[int(number * len(self.every))])
+    def draw(self, stream: int, raw: int) -> Beacons:
+        """The beacons of a request of at most `raw` tokens. What the schedule leaves open its own random stream draws.
+
+        A window's draw does not depend on `raw`.
+        """
+        if not isinstance(self.schedule, str):
+            return self.plan(self.schedule)
+        draws = 1 if self.schedule == "constant" else -(-raw // self.every[0])
+        key = fold(torch.tensor(stream), RATE_STREAM)
+        keys = torch.cat([key[None], fold(key, torch.arange(1, draws))])  # [draws]
+        return self.plan([self.every[int(number * len(self.every))] for number in uniform(keys).tolist()])
 
     def slots(self, prompt: int, max_completion_length: int) -> int:
-        """Entries of a slot that holds a request at any c of the set."""
-        return max(self.plan(c).slots(prompt, max_completion_length) for c in self.every)
+        """Entries of a slot that holds a request with any windows of the set: |prompt| + ceil(n / c) + c + 1 for one c.
+
+        The most are held when the longest window closes after nothing but the shortest.
+        """
+        shortest, longest = self.every[0], self.every[-1]
+        return prompt + -(-max(0, max_completion_length - longest) // shortest) + longest + 2
 
     def positions_taken(self, max_completion_length: int) -> int:
         """Positions that beacons take in a completion, at most."""
-        if self.positions == "shared":
-            return 0
-        return max(self.plan(c).count(max_completion_length) for c in self.every)
+        return 0 if self.positions == "shared" else self.plan(self.every[0]).count(max_completion_length)
 
     def as_config(self) -> dict[str, Any]:
         """What the model's config holds, as JSON has it."""
-        return {**asdict(self), "every": list(self.every)}
+        return {"token_id": self.token_id, "every": list(self.every), "positions": self.positions}
 
 
 def listed(every: tuple[int, ...]) -> str:
@@ -101,10 +130,14 @@ def params_of(cache: CacheConfig) -> BeaconParams:
             near = difflib.get_close_matches(field, known, n=1)
             hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
             raise KvrlError(f"cache.params.{field}: is no parameter of beacon; {hint}") from None
-        wanted = "a whole number or a list of them" if field == "every" else "'sequence' or 'shared'"
+        wanted = {
+            "every": "a whole number or a list of them", "positions": "'sequence' or 'shared'",
+            "schedule": "'constant', 'random', or a list of whole numbers",
+        }[field]  # fmt: skip
         raise KvrlError(f"cache.params.{field}: {cache.params[field]!r} is refused; it should be {wanted}") from None
     if params.rates is not None:
         check_rates(params.rates, "cache.params.every")
+        check_schedule(params.ordered, params.rates, "of cache.params.every")
     return params
 
 
@@ -116,6 +149,25 @@ def check_rates(every: tuple[int, ...], field: str) -> None:
         raise KvrlError(f"{field}: {every[0]} is below 1; a beacon stands for one raw token at least")
     if len(set(every)) < len(every):
         raise KvrlError(f"{field}: {listed(every)} names a window twice; name each once")
+
+
+def decodings(every: tuple[int, ...], schedule: Schedule) -> list[str]:
+    """Under which windows a model with beacons is evaluated: `c=4` for each of a set, `c=2,2,8` for a list of them."""
+    if isinstance(schedule, str):
+        return [f"c={c}" for c in every]
+    return [f"c={','.join(map(str, schedule))}"]
+
+
+def check_schedule(schedule: Schedule, every: tuple[int, ...], source: str) -> None:
+    """Raise KvrlError for a list of windows that has none, or one that is not of the set."""
+    if isinstance(schedule, str):
+        return
+    if not schedule:
+        raise KvrlError("cache.params.schedule: is empty; list c of each window, or set it to constant or random")
+    if strange := [c for c in schedule if c not in every]:
+        raise KvrlError(
+            f"cache.params.schedule: {strange[0]} is not one of the {listed(every)} {source}; choose among them"
+        )
 
 
 def check_limit(every: tuple[int, ...], max_completion_length: int) -> None:
@@ -169,4 +221,5 @@ def beacons_for(cache: CacheConfig, model: Any) -> BeaconSet:
             f"cache.params.positions: {params.positions} is not the {own.positions} that the model was trained with; "
             "leave it out"
         )
-    return BeaconSet(own.token_id, every, own.positions)
+    check_schedule(params.ordered, every, "that the model was trained with")
+    return BeaconSet(own.token_id, every, own.positions, params.ordered)

@@ -28,5 +28,5 @@ def insert(r: Rollout, beacons: Beacons) -> Rollout:
 
 
 def insert_drawn(rollouts: Sequence[Rollout], beacons: BeaconSet, *key: int) -> list[Rollout]:
-    """Beacons in every rollout of a batch, each with a window drawn from the set by the stream (*key, its index)."""
-    return [insert(r, beacons.draw(stream_key(*key, i))) for i, r in enumerate(rollouts)]
+    """Beacons in every rollout of a batch, each with windows drawn from the set by the stream (*key, its index)."""
+    return [insert(r, beacons.draw(stream_key(*key, i), len(r.completion_ids))) for i, r in enumerate(rollouts)]

@@ -46,11 +46,14 @@ class CacheConfig(BaseModel):
         return self.policy == "beacon"
 
     def at_budget(self, budget: int | str) -> CacheConfig:
-        """The same section at a point of an evaluation: a budget, `full`, or `c=4` for beacons of every 4 tokens."""
+        """The same section at a point of an evaluation: a budget, `full`, `c=4` for beacons of every 4 tokens, or
+        `c=2,2,8` for windows of 2, 2 and then 8."""
         if budget == "full":
             return self.as_dense()
         if isinstance(budget, str):
-            return self.model_copy(update={"params": {**self.params, "every": int(budget.removeprefix("c="))}})
+            windows = [int(c) for c in budget.removeprefix("c=").split(",")]
+            chosen = {"schedule": windows} if len(windows) > 1 else {"every": windows[0], "schedule": "constant"}
+            return self.model_copy(update={"params": {**self.params, **chosen}})
         return self.model_copy(update={"budget": budget})
 
     def as_dense(self) -> CacheConfig:

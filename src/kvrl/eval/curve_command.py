@@ -51,6 +51,8 @@ def check_flags(args: argparse.Namespace) -> None:
             "--budgets: has no meaning under --curve, which matches budgets to the beacons; choose windows by --every, "
             "or entries by --limits"
         )
+    if args.schedule is not None:
+        raise KvrlError("--schedule: has no meaning under --curve, a point of which is one window; choose by --every")
     if args.policy not in (None, "beacon"):
         raise KvrlError(f"--policy: {args.policy} has no meaning under --curve; name it in --baselines")
 

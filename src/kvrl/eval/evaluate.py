@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from kvrl.beacons.config import beacons_for
+from kvrl.beacons.config import beacons_for, decodings
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
@@ -188,7 +188,8 @@ def points(budgets: Sequence[int | str] | None, cache: CacheConfig, model: nn.Mo
     """What `kvrl eval` evaluates: the budgets given, or `full`; under beacons each window asked for, and these."""
     if not cache.is_beacon:
         return budgets or ["full"]
-    return [*(f"c={c}" for c in beacons_for(cache, model).every), *(budgets or [])]
+    own = beacons_for(cache, model)
+    return [*decodings(own.every, own.schedule), *(budgets or [])]
 
 
 def run_eval(args: argparse.Namespace) -> None:

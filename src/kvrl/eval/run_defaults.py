@@ -74,16 +74,19 @@ def settings_of(args: argparse.Namespace) -> tuple[CacheConfig, SamplingConfig, 
 
 
 def beacon_flags(args: argparse.Namespace, params: dict[str, Any]) -> dict[str, Any]:
-    """The cache's `params` that --every gives, over those of the run. KvrlError where it has no meaning."""
+    """The cache's `params` that flags give, over those of the run. KvrlError where they have no meaning."""
     if args.policy == "beacon" and args.buffer is not None:
         raise KvrlError(
             f"--buffer: {args.buffer} has no meaning under --policy beacon, whose dial is --every; leave it out"
         )
-    if args.every is None:
+    given = {name: getattr(args, name) for name in ("every", "schedule") if getattr(args, name) is not None}
+    if not given:
         return {}
     if args.policy != "beacon":
-        raise KvrlError(f"--every: chooses the windows of beacons, and --policy is {args.policy}; set --policy beacon")
-    return {"params": {**params, "every": args.every}}
+        raise KvrlError(
+            f"--{next(iter(given))}: chooses the windows of beacons, and --policy is {args.policy}; set --policy beacon"
+        )
+    return {"params": {**params, "schedule": "constant", **given}}
 
 
 def _take_task(args: argparse.Namespace, task: dict[str, Any]) -> list[str]:

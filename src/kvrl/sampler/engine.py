@@ -132,16 +132,16 @@ class Engine:
         *,
         seed: int = 0,
         request_ids: Sequence[int] | None = None,
-        every: Sequence[int] | None = None,
+        every: Sequence[int | Sequence[int]] | None = None,
         on_turn: Continue | None = None,
         on_step: Callable[[Progress], None] | None = None,
     ) -> list[Rollout]:
         """Sample `num_generations` completions of each prompt; they are consecutive in the result.
 
         request_ids names each prompt's random stream (its index by default): with seed and sample index it
-        alone decides the randomness. every: the beacons' window for each prompt; None: the cache's one, or drawn from
-        its set by each request's stream. on_step is called after each decode step. Raises KvrlError for prompts that
-        do not fit.
+        alone decides the randomness. every: the beacons' window for each prompt, or its windows in turn; None: as the
+        cache section says, draws being by each request's stream. on_step is called after each decode step. Raises
+        KvrlError for prompts that do not fit.
         """
         if self.running:
             raise KvrlError("engine: is running; sample from inside a run (on_turn) with another Engine")
@@ -159,8 +159,11 @@ class Engine:
         )
         requests = [request for prompt in waiting for request in prompt.waiting]
         if self.beacons is not None:
+            new = self.sampling.max_completion_length
             for r in requests:
-                r.beacons = self.beacons.draw(r.stream) if every is None else self.beacons.plan(every[r.prompt_index])
+                r.beacons = (
+                    self.beacons.draw(r.stream, new) if every is None else self.beacons.plan(every[r.prompt_index])
+                )
         done: dict[int, Rollout] = {}
         active: dict[int, Request] = {}
         start = time.perf_counter()
@@ -256,8 +259,8 @@ class Engine:
         source = [r.held - 1 for _, r in rows]
         for _, r in rows:
             assert r.beacons is not None
+            r.held -= r.beacons.size(r.fed_beacons)
             r.fed_beacons += 1
-            r.held -= r.beacons.every
         given = [[row for row, _ in rows], source, [r.held - 1 for _, r in rows]]
         self.slots.move(*torch.tensor(given, device=self.device))
 

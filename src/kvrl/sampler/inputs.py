@@ -43,7 +43,7 @@ def check_prompts(
 
 
 def check_beacons(
-    beacons: BeaconSet | None, prompts: int, every: Sequence[int] | None, on_turn: Continue | None
+    beacons: BeaconSet | None, prompts: int, every: Sequence[int | Sequence[int]] | None, on_turn: Continue | None
 ) -> None:
     """Refuse a choice of windows that is none, and inserted turns, which have no place between beacons."""
     if every is not None and beacons is None:

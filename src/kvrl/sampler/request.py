@@ -67,7 +67,7 @@ class Request:
     @property
     def beacon_is_due(self) -> bool:
         """Whether a window has closed whose beacon was not fed yet: it goes before the token sampled last."""
-        return self.beacons is not None and self.raw // self.beacons.every > self.fed_beacons
+        return self.beacons is not None and self.beacons.closed(self.raw) > self.fed_beacons
 
     def next_fed(self) -> tuple[int, int]:
         """Token id and position of what the next decode step forwards."""

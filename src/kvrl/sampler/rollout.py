@@ -26,7 +26,7 @@ def rollout(
     kv_memory: int | None = None,
     tokenizer: Any = None,
     request_ids: Sequence[int] | None = None,
-    every: Sequence[int] | None = None,
+    every: Sequence[int | Sequence[int]] | None = None,
     on_turn: Continue | None = None,
     on_step: Callable[[Progress], None] | None = None,
     max_prompt_length: int | None = None,
@@ -39,9 +39,9 @@ def rollout(
     (default: all, at most 128; above 4 rounded up to a multiple of 4). kv_memory: bytes that K and V of all slots may
     take (the number follows from them, up to `slots` if that is given); at a given number a request's bits do not
     depend on the others. With the full cache a slot is as long as the longest prompt needs: give
-    max_prompt_length to fix it, or bits depend on that length. every: the window of each prompt's beacons, of the set
-    that the cache section names (None: its one, or drawn for each completion). native_kernels: attend by
-    a compiled kernel (CPU only). cuda_graphs: capture the decode step (CUDA only).
+    max_prompt_length to fix it, or bits depend on that length. every: the window of each prompt's beacons, or a list of
+    its windows in turn (the last for the rest), of the set that the cache section names (None: as that section says).
+    native_kernels: attend by a compiled kernel (CPU only). cuda_graphs: capture the decode step (CUDA only).
     Raises KvrlError for a model, policy, budget or prompt that cannot be run exactly.
     """
     if not len(prompts):

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import ByteSize, Field, model_validator
 
-from kvrl.beacons.config import params_of
+from kvrl.beacons.config import decodings, params_of
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
@@ -298,7 +298,8 @@ class Config(Section):
         if self.eval.budgets is not None:
             return list(self.eval.budgets)
         if self.cache.is_beacon:
-            return [*(f"c={c}" for c in params_of(self.cache).rates or ()), "full"]
+            params = params_of(self.cache)
+            return [*decodings(params.rates or (), params.ordered), "full"]
         return ["full"] if self.cache.is_dense else [self.cache.budget, "full"]
 
     @model_validator(mode="after")
