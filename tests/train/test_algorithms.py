@@ -11,8 +11,10 @@ from pydantic import ValidationError
 
 from kvrl.cache.trace import KVTrace
 from kvrl.errors import KvrlError
+from kvrl.learner import completion_mask
 from kvrl.objectives.advantages import rloo_advantages
 from kvrl.train import trainer
+from kvrl.train.algorithms.base import Views
 from kvrl.train.config import Config
 from kvrl.train.run import build
 from kvrl.train.trainer import collect, train
@@ -107,6 +109,20 @@ def test_rloo_takes_the_kl_out_of_the_reward(tmp_path, monkeypatch):
         penalised = {j: float(batch.rewards[j]) - 0.1 * kl[j] for j in group}
         expected.append(penalised[i] - sum(penalised[j] for j in group if j != i) / 3)
     assert fixed.advantages.tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_others_baseline_has_the_kl_of_a_completion_that_does_not_learn(tmp_path, monkeypatch):
+    """Equal rewards and equal KL: nobody has an advantage, whoever was truncated."""
+    run = run_of(tmp_path, "rloo", section={"mask_truncated_completions": True})
+    batch, _ = collect(run)
+    half = [replace(r, finish_reason="length" if i % 2 else "eos") for i, r in enumerate(batch.rollouts)]
+    batch = type(batch).build(half, torch.ones(12), run.config)
+    assert batch.mask.any(-1).tolist() == [True, False] * 6
+    lengths = completion_mask(half).sum(-1, keepdim=True)
+    views = Views(torch.zeros(batch.mask.shape), old=completion_mask(half) / lengths, reference=torch.zeros(()))
+    fixed = run.algorithm.prepare(batch, views, 1)
+    assert fixed.advantages.tolist() == pytest.approx([0.0] * 12, abs=1e-6)
+    assert fixed.metrics["kl/mean"] == pytest.approx(6 / int(batch.mask.sum()))  # of the tokens that learn
 
 
 def test_rloo_sums_tokens_and_averages_completions(tmp_path, monkeypatch):

@@ -104,6 +104,32 @@ def test_a_separate_student_learns_from_the_policy_alone(tmp_path, rl, monkeypat
         assert (gradient - of_policy[name]).abs().max() < 1e-5 * max(1, float(gradient.abs().max())), name
 
 
+@pytest.mark.parametrize("student", ["same", "separate"])
+def test_distillation_alone_needs_no_reward(tmp_path, student, monkeypatch):
+    """Samples without a reward teach like any other, and nothing else of an algorithm has a part in it."""
+    none = lambda self, completions, **columns: [None] * len(completions)  # noqa: E731
+    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.reward", none)
+    own = {"breadcrumbs": {"rl": False, "student": student}, "algorithm": "ppo", "ppo": {
+        "num_generations": 4, "critic_warmup_steps": 9,
+    }}  # fmt: skip
+    run, _ = build(breadcrumbs(tmp_path, grpo={"num_generations": 4}, **own), lambda text: None)
+    before = [p.detach().clone() for p in (run.student or run.model).parameters()]
+    metrics = update(run, collect(run)[0], 1)
+    assert metrics["updates_skipped"] == 0 and metrics["distill/kl/mean"] > 0
+    after = (run.student or run.model).parameters()
+    assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize("student", ["same", "separate"])
+def test_the_policy_waits_for_its_critic_and_a_separate_student_does_not(tmp_path, student):
+    own = {"algorithm": "ppo", "ppo": {"num_generations": 4, "critic_warmup_steps": 9}}
+    run, batch = scored_batch(breadcrumbs(tmp_path, breadcrumbs={"student": student}, **own))
+    before = [p.detach().clone() for p in run.model.parameters()]
+    metrics = update(run, batch, 1)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert ("distill/kl/mean" in metrics) == ("breadcrumbs/seconds" in metrics) == (student == "separate")
+
+
 def test_a_run_with_a_separate_student(tmp_path):
     """`model` reads beacons and was taught, `teacher` learned by the rewards; each is evaluated where it decodes."""
     own = {"student": "separate", "learning_rate": 1e-3, "rl": False}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from kvrl.train import trainer
+from kvrl.train.config import DistillSettings
 from kvrl.train.distiller import Average
 from kvrl.train.run import build
 from kvrl.train.trainer import collect
@@ -84,6 +86,52 @@ def test_the_controller_does_not_see_how_the_batch_is_cut(tmp_path, monkeypatch)
         update(run, collect(run)[0], 1)
         weights.append(run.distiller.weight)
     assert weights[0] != pytest.approx(0.1) and weights == pytest.approx([weights[0]] * 3, rel=1e-4)
+
+
+def test_the_weight_that_is_logged_is_the_one_that_was_used(tmp_path, monkeypatch):
+    """The controller has moved on when the metrics are written; several steps on a batch are averaged."""
+    noisy_rewards(monkeypatch)
+    run = run_of(tmp_path, {"weight": 0.1, "grad_ratio": 0.01}, grpo={"num_iterations": 2, "num_generations": 4})
+    batch, _ = collect(run)
+    used = [0.1]
+    after_update = run.distiller.after_update
+
+    def noting():
+        after_update()
+        used.append(run.distiller.weight)
+
+    monkeypatch.setattr(run.distiller, "after_update", noting)
+    assert update(run, batch, 1)["distill/weight"] == pytest.approx((used[0] + used[1]) / 2)
+    assert used[1] != pytest.approx(0.1) and len(used) == 3
+
+
+def test_nothing_is_taught_while_the_policy_waits_for_the_critic(tmp_path, monkeypatch):
+    """What it would learn would be thrown away, and the controller must not balance against the value loss."""
+    noisy_rewards(monkeypatch)
+    own = {"critic_warmup_steps": 1, "num_generations": 4, "num_iterations": 1}
+    run = run_of(tmp_path, {"weight": 0.1, "grad_ratio": 0.01}, algorithm="ppo", ppo=own)
+    batch, _ = collect(run)
+    assert not any(name.startswith("distill") for name in update(run, batch, 1)) and run.distiller.weight == 0.1
+    assert update(run, batch, 2)["distill/weight"] == 0.1 and run.distiller.weight != pytest.approx(0.1)
+
+
+def test_the_papers_setting_has_a_name():
+    """0.1 KL(dense || sparse), its gradient through the dense side: `reverse`, the sparse view teaching."""
+    paper = DistillSettings(preset="paper")
+    assert (paper.weight, paper.teacher, paper.kl, paper.teacher_weights) == (0.1, "sparse", "reverse", "live")
+    assert DistillSettings(preset="paper", weight=0.3).weight == 0.3
+
+
+@pytest.mark.parametrize(("section", "message"), [
+    ({"teacher": "dense"}, "distill.teacher: has no effect, as distill.weight is 0 by default; set distill.weight"),
+    ({"grad_ratio": 0.1}, "distill.grad_ratio: has no effect"),
+    ({"grad_ratio": 0.1, "weight": 0.0}, "distill.weight: 0 is where the controller of distill.grad_ratio starts"),
+    ({"grad_ratio": 0.1, "weight": 5.0}, "distill.weight: 5 is where"),
+])  # fmt: skip
+def test_a_term_that_would_be_off_is_refused(section, message):
+    with pytest.raises(ValidationError, match=message):
+        DistillSettings(**section)
+    assert DistillSettings(weight=0.0, teacher="dense").weight == 0  # switched off by name: a sweep does so
 
 
 def gradients(run, batch) -> list[torch.Tensor]:

@@ -306,6 +306,8 @@ def test_dynamic_sampling_replaces_groups_without_signal(tmp_path, monkeypatch):
     assert len(batch.rollouts) == 12 and metrics["sampling_rounds"] == 2 and metrics["position"] == 6
     assert metrics["groups_without_signal"] == 0
     assert metrics["reward"] == pytest.approx((1 + 1 + 6) / 24)  # of all that was sampled
+    assert metrics["rewards/task/mean"] == metrics["reward"]
+    assert metrics["trace_bytes"] > 1.5 * sum(r.trace.nbytes for r in batch.rollouts)  # of 24 completions
 
 
 def test_a_step_without_any_reward_is_skipped_and_counted(tmp_path, monkeypatch):

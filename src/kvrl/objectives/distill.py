@@ -15,6 +15,7 @@ from torch import Tensor
 from kvrl.errors import KvrlError
 
 KLKind = Literal["forward", "reverse", "js"]
+LOWEST_WEIGHT, HIGHEST_WEIGHT = 1e-5, 1.0  # that the controller gives
 
 
 def kl_divergence(
@@ -64,7 +65,7 @@ def controlled_weight(
     *,
     ratio: float,
     decay: float = 0.9,
-    bounds: tuple[float, float] = (1e-5, 1.0),
+    bounds: tuple[float, float] = (LOWEST_WEIGHT, HIGHEST_WEIGHT),
 ) -> float:
     """The distillation term's next weight: a controller that holds weight * |g_kl| at `ratio` * |g_rl|.
 

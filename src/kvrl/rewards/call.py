@@ -50,6 +50,14 @@ class Scores:
         }
         return means | {"reward_errors": float(self.errors)}
 
+    @classmethod
+    def joined(cls, parts: Sequence[Scores]) -> Scores:
+        """Several batches of the same functions as one."""
+        return cls(
+            torch.cat([part.rewards for part in parts]), torch.cat([part.per_function for part in parts]),
+            parts[0].names, sum(part.errors for part in parts),
+        )  # fmt: skip
+
 
 class BadReward(Exception):
     """Why there is no reward for a sample. A function may put one in its list, and on_error then decides."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvrl.attention.probe import find_routers
 from kvrl.eval.evaluate import Evaluation, evaluate
+from kvrl.rewards.call import Scores
 from kvrl.sampler.rollout import rollout
 from kvrl.sampler.types import Rollout
 from kvrl.tasks import completion_text
@@ -82,11 +83,13 @@ def collect(run: Run) -> tuple[Batch, dict[str, float]]:
     rounds = dynamic.max_rounds if dynamic else 1
     kept_rollouts: list[Rollout] = []
     kept_rewards: list[Tensor] = []
-    every: list[Tensor] = []
-    metrics: dict[str, float] = {}
+    sampled: list[list[Rollout]] = []
+    scores: list[Scores] = []
     for _ in range(rounds):
-        rollouts, rewards, metrics = sample(run, wanted)
-        every.append(rewards)
+        rollouts, scored = sample(run, wanted)
+        rewards = scored.rewards
+        sampled.append(rollouts)
+        scores.append(scored)
         signal = Batch.build(rollouts, rewards, config).advantages.signal.view(-1, size).any(dim=-1)
         chosen = signal.nonzero()[:, 0].tolist() if dynamic else range(wanted)
         for g in chosen:
@@ -97,17 +100,22 @@ def collect(run: Run) -> tuple[Batch, dict[str, float]]:
     if not kept_rewards:  # no group with signal in any round: an update without gradient, counted as such
         kept_rollouts, kept_rewards = rollouts, [rewards]
     batch = Batch.build(kept_rollouts[: wanted * size], torch.cat(kept_rewards)[: wanted * size], config)
-    metrics |= batch.metrics() | {
-        "reward": float(torch.cat(every).nanmean()),  # of all that was sampled: dynamic sampling must not flatter it
-        "sampling_rounds": float(len(every)),
-        "prompts_dropped": float(run.prompts.dropped),
-        "position": float(run.prompts.position),
-    }
+    # Rewards and caches of all that was sampled: dynamic sampling must not flatter them
+    metrics = (
+        Scores.joined(scores).metrics()
+        | sampler_metrics(sampled)
+        | batch.metrics()
+        | {
+            "sampling_rounds": float(len(sampled)),
+            "prompts_dropped": float(run.prompts.dropped),
+            "position": float(run.prompts.position),
+        }
+    )
     return batch, metrics
 
 
-def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float]]:
-    """Rollouts of the next `count` prompts, their rewards f32 [N], and the sampler's metrics."""
+def sample(run: Run, count: int) -> tuple[list[Rollout], Scores]:
+    """Rollouts of the next `count` prompts, and their rewards."""
     config = run.config
     rows = run.prompts.take(count)
     rollouts = rollout(
@@ -127,22 +135,22 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Tensor, dict[str, float
     )
     texts = [completion_text(run.tokenizer, r) for r in rollouts]
     columns = columns_of([row.row for row in rows for _ in range(config.settings.num_generations)])
-    scores = run.rewards(texts, columns)
-    stats = rollouts[0].stats
-    return (
-        rollouts,
-        scores.rewards,
-        scores.metrics()
-        | {
-            "tokens_per_second": stats["tokens_per_second"],
-            "kv_bytes": stats["kv_bytes"],
-            "scratch_bytes": stats["scratch_bytes"],
-            "kv_bytes_share": stats["kv_bytes"] / stats["dense_kv_bytes"],
-            "held_entries": stats["held_entries"],
-            "held_entries_max": stats["held_entries_max"],
-            "trace_bytes": float(sum(r.trace.nbytes for r in rollouts)),
-        },
-    )
+    return rollouts, run.rewards(texts, columns)
+
+
+def sampler_metrics(rounds: list[list[Rollout]]) -> dict[str, float]:
+    """What the caches of a step's rollouts took, all rounds of its sampling together."""
+    stats = [rollouts[0].stats for rollouts in rounds]
+    seconds = sum(s["seconds"] for s in stats)
+    return {
+        "tokens_per_second": sum(s["tokens_per_second"] * s["seconds"] for s in stats) / seconds,
+        "kv_bytes": max(s["kv_bytes"] for s in stats),
+        "scratch_bytes": max(s["scratch_bytes"] for s in stats),
+        "kv_bytes_share": max(s["kv_bytes"] / s["dense_kv_bytes"] for s in stats),
+        "held_entries": sum(s["held_entries"] for s in stats) / len(stats),
+        "held_entries_max": max(s["held_entries_max"] for s in stats),
+        "trace_bytes": float(sum(r.trace.nbytes for rollouts in rounds for r in rollouts)),
+    }
 
 
 def evaluate_now(run: Run) -> list[Evaluation]:

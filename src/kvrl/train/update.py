@@ -13,7 +13,7 @@ from kvrl.beacons.insert import insert_drawn
 from kvrl.clock import now
 from kvrl.distill import Distillation
 from kvrl.errors import KvrlError
-from kvrl.learner import Scorer, sampler_logprobs
+from kvrl.learner import Scorer, completion_mask, sampler_logprobs
 from kvrl.objectives.corrections import CorrectionConfig
 from kvrl.objectives.losses import Metrics, mean_metrics, merge_metrics
 from kvrl.objectives.sparse_rl import SparseRLConfig
@@ -21,6 +21,7 @@ from kvrl.sampler.types import Rollout
 from kvrl.train.algorithms.base import Fixed, Views
 from kvrl.train.batch import Batch, Cut, micro_batches, minibatches
 from kvrl.train.diagnostics import check_parity, difference, spread
+from kvrl.train.distiller import Distiller
 from kvrl.train.optimizer import CRITIC, POLICY, STUDENT, optimized
 from kvrl.train.run import Run
 from kvrl.views import View
@@ -38,6 +39,8 @@ class Course:
     learner: Any
     """The wrapped scorer whose forward holds the objective, or the distillation alone."""
     view: View
+    distiller: Distiller | None
+    """None also where who would learn from it waits for the critic."""
     distillation: Distillation | None
     """What that forward compares besides."""
     student: Any
@@ -56,17 +59,22 @@ class Tally:
     parts: list[Metrics] = field(default_factory=list)
     entropies: list[Tensor] = field(default_factory=list)
     norms: list[Tensor] = field(default_factory=list)  # of each optimiser step
+    weights: list[float] = field(default_factory=list)  # of the distillation, in each optimiser step that has one
     taught_seconds: float = 0.0
 
     def metrics(self) -> dict[str, float]:
         """Means over optimiser steps and tokens; nothing where no step was taken."""
         if not self.norms:
             return {}
-        return mean_metrics(merge_metrics(self.parts)) | {
-            "loss": float(sum(self.losses)) / len(self.norms),
-            "grad_norm": float(sum(self.norms)) / len(self.norms),
-            "entropy": float(torch.cat(self.entropies).mean()),
-        }
+        return (
+            mean_metrics(merge_metrics(self.parts))
+            | {
+                "loss": float(sum(self.losses)) / len(self.norms),
+                "grad_norm": float(sum(self.norms)) / len(self.norms),
+                "entropy": float(torch.cat(self.entropies).mean()),
+            }
+            | ({"distill/weight": sum(self.weights) / len(self.weights)} if self.weights else {})
+        )
 
 
 def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[str, float]:
@@ -81,7 +89,7 @@ def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[st
     for iteration in range(settings.num_iterations):
         order = config.seed + 1009 * step + iteration
         for mini in minibatches(len(course.rollouts), settings.num_minibatches, settings.num_generations, order):
-            if not course.fixed.teaches(mini):  # every sample was dropped or rejected
+            if course.rl and not course.fixed.teaches(mini):  # every sample was dropped or rejected
                 run.skipped += 1
                 continue
             first = not tally.norms
@@ -91,8 +99,6 @@ def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[st
                 check_parity(metrics, config.parity_tolerances)
             tally.norms.append(optimizer_step(run, course, step))
     metrics |= tally.metrics()
-    if run.distiller is not None:
-        metrics["distill/weight"] = run.distiller.weight_at(step)
     if course.two_graphs:
         metrics["breadcrumbs/seconds"] = tally.taught_seconds
     return metrics | {"learning_rate": run.scheduler.get_last_lr()[0], "updates_skipped": float(run.skipped)}
@@ -107,17 +113,23 @@ def make_course(run: Run, batch: Batch, step: int) -> Course:
         rl = config.breadcrumbs.rl
         view = "dense" if rl else "sparse"  # alone the student needs the gradient, the teacher none
     student = run.pupil if rl else None
-    fixed = run.algorithm.prepare(batch, fixed_views(run, batch), step)
+    if rl:
+        fixed = run.algorithm.prepare(batch, fixed_views(run, batch), step)
+    else:  # whatever the rewards are
+        fixed = Fixed(completion_mask(rollouts), Views(sampler_logprobs(rollouts)), step)
+    if rl and student is None and run.algorithm.critic_alone(step):
+        distiller = None
     return Course(
         rollouts=rollouts,
         fixed=fixed,
         rl=rl,
         learner=run.scorer if rl or run.pupil is None else run.pupil,
         view=view,
+        distiller=distiller,
         distillation=None if distiller is None or student is not None else distiller.distillation,
         student=student,
         taught=None if distiller is None else distiller.mask(fixed.mask, fixed.advantages),
-        two_graphs=breadcrumbs and rl,
+        two_graphs=breadcrumbs and rl and distiller is not None,
     )
 
 
@@ -126,9 +138,14 @@ def accumulate(run: Run, course: Course, mini: list[int], step: int, tally: Tall
 
     Returns the differences to the sampler's log-probs, if they are compared.
     """
-    algorithm, distiller, fixed, differences = run.algorithm, run.distiller, course.fixed, []
-    normaliser = algorithm.normaliser(fixed, mini)
-    for micro in micro_batches(course.rollouts, algorithm.units(fixed, mini), run.config.train.micro_batch_tokens):
+    algorithm, distiller, fixed, differences = run.algorithm, course.distiller, course.fixed, []
+    if course.rl:
+        units, normaliser = algorithm.units(fixed, mini), algorithm.normaliser(fixed, mini)
+    else:
+        units = [[row] for row in mini]
+    if distiller is not None:
+        tally.weights.append(distiller.weight_at(step))
+    for micro in micro_batches(course.rollouts, units, run.config.train.micro_batch_tokens):
         chosen = [course.rollouts[i] for i in micro]
         scored = course.learner(chosen, view=course.view, distill=course.distillation)
         cut = Cut(micro, scored.logps)
@@ -157,7 +174,7 @@ def accumulate(run: Run, course: Course, mini: list[int], step: int, tally: Tall
 
 def optimizer_step(run: Run, course: Course, step: int) -> Tensor:
     """Clip the gradients of policy, critic and student apart, and step. Returns the norm of the learner's."""
-    if run.algorithm.critic_alone(step):
+    if course.rl and run.algorithm.critic_alone(step):
         for tensor in optimized(run.optimizer, POLICY):
             tensor.grad = None
     learner = STUDENT if course.learner is run.pupil else POLICY
@@ -168,8 +185,8 @@ def optimizer_step(run: Run, course: Course, step: int) -> Tensor:
     run.optimizer.step()
     run.scheduler.step()
     run.optimizer.zero_grad(set_to_none=True)
-    if run.distiller is not None:
-        run.distiller.after_update()  # the average follows, the controller moves the weight
+    if course.distiller is not None:
+        course.distiller.after_update()  # the average follows, the controller moves the weight
     return norm
 
 

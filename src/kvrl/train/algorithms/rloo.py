@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvrl.learner import completion_mask
 from kvrl.objectives.advantages import Advantages, rloo_advantages
 from kvrl.train.algorithms.base import Fixed, PolicyGradient, Views, counted
 from kvrl.train.algorithms.settings import RlooSettings
@@ -41,9 +42,10 @@ class Rloo(PolicyGradient):
         if views.reference is None:
             return Fixed(mask, views, step, advantages=batch.advantages.values)
         assert views.old is not None
-        kl = torch.where(batch.mask, views.old - views.reference, 0).sum(-1)  # [N]
-        compared = self.compare(batch.rewards - self.settings.beta * kl)
-        metrics = {"kl/mean": float(kl.sum() / batch.mask.sum().clamp(min=1))}
+        kl = torch.where(completion_mask(batch.rollouts), views.old - views.reference, 0)  # [N, C]
+        # Of all its tokens, masked or not: where a truncated completion does not learn, the others' baseline has it
+        compared = self.compare(batch.rewards - self.settings.beta * kl.sum(-1))
+        metrics = {"kl/mean": float(torch.where(batch.mask, kl, 0).sum() / batch.mask.sum().clamp(min=1))}
         return Fixed(mask, views, step, advantages=compared.values, metrics=metrics)
 
     def loss_type(self) -> tuple[str, int]:
