@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal
+
+from kvrl.errors import KvrlError
 
 AnswerFormat = Literal["marker", "tags", "last_line"]
 
@@ -54,24 +57,27 @@ def last_boxed(worked: str) -> str | None:
     return None
 
 
-def to_latex(answer: Any) -> str | None:
+def to_latex(answer: Any, where: str = "answer") -> str | None:
     r"""A right answer as LaTeX without delimiters, in the forms that math-verify reads; None where there is none.
 
-    A number loses a needless `.0`, and a fraction that a file rounds to five places or more is written as one
-    (`0.1666666667`); a list of answers is joined by commas, which math-verify reads as a set. In text, `$` and a
-    trailing `solution:` go, `4.5e33` becomes `4.5 \times 10^{33}` (else it is read as 4.5 times e times 33),
-    `1./3` becomes `1/3`, `np.arcsin` becomes `\arcsin`, a unit such as `cm^{2}` at the end goes, and words
+    A number loses a needless `.0`, and one whose five decimals or more are those of a fraction, rounded, is written
+    as the fraction (`0.1666666667`); a list of answers is joined by commas, which math-verify reads as a set. In text,
+    `$` and a trailing `solution:` go, `4.5e33` becomes `4.5 \times 10^{33}` (else it is read as 4.5 times e times
+    33), `1./3` becomes `1/3`, `np.arcsin` becomes `\arcsin`, a unit such as `cm^{2}` at the end goes, and words
     become `\text{...}`.
+    Errors: KvrlError, which `where` starts, for what is no text, no finite number and no list of them.
     """
     if isinstance(answer, list):
-        return ", ".join(part for part in map(to_latex, answer) if part) or None
-    if isinstance(answer, (int, float)):
-        return _number(answer)
+        return ", ".join(part for part in (to_latex(one, where) for one in answer) if part) or None
     if answer is None:
         return None
+    if isinstance(answer, (int, float, Decimal)) and not isinstance(answer, bool) and Decimal(answer).is_finite():
+        answer = _number(answer)
+    if not isinstance(answer, str):
+        raise KvrlError(f"{where} is {answer!r}; give text, a finite number, or a list of them")
     text = re.sub(r"(?<!\\)\$", "", answer)
     text = re.sub(r"\s*solution:\s*$", "", text)
-    text = re.sub(r"(?<![\w.])(\d+(?:\.\d*)?)[eE]([+-]?\d+)(?![\w.])", r"\1 \\times 10^{\2}", text)
+    text = re.sub(r"(?<![\w.])(\d+(?:\.\d*)?)[eE](?:\+|(-))?0*(\d+)(?![\w.])", r"\1 \\times 10^{\2\3}", text)
     text = re.sub(r"(?<=\d)\.(?=/)", "", text)
     text = re.sub(r"\bnp\.(?=[a-z])", r"\\", text)
     text = re.sub(r"(?:\\[;,]\s*[cdkm]?m|\s*[cdkm]m)\^\{?[23]\}?\s*$", "", text)
@@ -81,11 +87,14 @@ def to_latex(answer: Any) -> str | None:
     return text or None
 
 
-def _number(value: float) -> str:
-    if value == int(value):
-        return str(int(value))
-    fraction = Fraction(value).limit_denominator(100)
-    if round(value, 4) != value and abs(value - fraction) < 1e-5:
+def _number(value: int | float | Decimal) -> str:
+    text = str(value)  # of a float the shortest that is read back as it: the decimals that the file has
+    exact = Fraction(text)
+    if exact.denominator == 1:
+        return str(exact)
+    _, _, decimals = text.partition(".")
+    fraction = exact.limit_denominator(100)
+    if len(decimals) >= 5 and decimals.isdigit() and round(fraction, len(decimals)) == exact:
         sign = "-" if value < 0 else ""
         return f"{sign}\\frac{{{abs(fraction.numerator)}}}{{{fraction.denominator}}}"
-    return str(value)
+    return text

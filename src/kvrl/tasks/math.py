@@ -61,7 +61,7 @@ class Math(MathProblems):
             )
         (question,) = require_text(record, ("problem",), where)
         solution = record.get("solution") if isinstance(record.get("solution"), str) else None
-        answer = to_latex(record.get("answer"))
+        answer = to_latex(record.get("answer"), f"{where}: answer")
         if answer is None and solution is not None:
             answer = to_latex(last_boxed(solution))
         if answer is None:

@@ -42,7 +42,7 @@ class Svamp(MathProblems):
 
 
 def _right(value: Any, column: str, where: str) -> str:
-    answer = to_latex(value)
+    answer = to_latex(value, f"{where}: {column}")
     if answer is None:
         raise KvrlError(f"{where}: {column} is {value!r}; give the number that is right")
     return answer
