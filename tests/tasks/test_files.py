@@ -11,11 +11,6 @@ from kvrl.errors import KvrlError
 from kvrl.tasks import get_task
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
-
-
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
@@ -41,7 +36,8 @@ def hub(monkeypatch):
 
 def test_the_three_kinds_of_files_give_the_same_rows(tmp_path):
     rows = numbered(4)
-    paths = [write(tmp_path / "a.jsonl", rows), str(tmp_path / "a.json"), str(tmp_path / "a.parquet")]
+    (tmp_path / "b=1").mkdir()  # no column, and the brackets no pattern
+    paths = [write(tmp_path / "a.jsonl", rows), str(tmp_path / "a.json"), str(tmp_path / "b=1" / "a[1].parquet")]
     (tmp_path / "a.json").write_text(json.dumps(rows))
     datasets.Dataset.from_list(rows).to_parquet(paths[2])
     first, *others = [get_task("jsonl", path=path).rows("train", 3, 0) for path in paths]
@@ -134,12 +130,25 @@ def test_what_is_asked_of_the_hub(hub):
     ({"path": "a.jsonl", "split": "train"}, "task.params.split: train is a part of a hub data set"),
     ({"path": "a.jsonl", "eval_split": "test"}, "task.params.eval_split: test is a part .* give eval_path"),
     ({"path": "none.jsonl"}, "task.params.path: none.jsonl cannot be loaded"),
+    ({"path": "none.parquet"}, "task.params.path: none.parquet cannot be loaded"),
+    ({"path": ""}, "task.params.path: is empty; give a .jsonl, .json or .parquet file or a hub name"),
+    ({"eval_path": ""}, "task.params.eval_path: is empty; give"),
+    ({"path": __file__ + "/a.jsonl"}, r"a.jsonl cannot be loaded \(Not a directory\); give"),
     ({"template": "{q}"}, "task.params.template: has no {question}"),
     ({"system": "s", "chat": False}, "task.params.system: plain text has no system message"),
 ])  # fmt: skip
 def test_refused_parameters(params, message):
     with pytest.raises(KvrlError, match=message):
         get_task("gsm8k", **params).rows("train", 1, 0)
+
+
+def test_what_is_no_parquet_is_refused(tmp_path):
+    (tmp_path / "a.parquet").write_text("question,answer")
+    with pytest.raises(
+        KvrlError, match="a.parquet cannot be loaded .*; give a .jsonl, .json or .parquet file"
+    ) as caught:
+        get_task("gsm8k", path=str(tmp_path / "a.parquet")).rows("train", 1, 0)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_broken_file_is_told_by_one_message_alone(tmp_path, capfd):

@@ -58,6 +58,9 @@ class FileTask(BaseModel):
 
     @model_validator(mode="after")
     def _splits_are_of_the_hub(self) -> FileTask:
+        for field in ("path", "eval_path"):
+            if getattr(self, field) == "":
+                raise KvrlError(f"task.params.{field}: is empty; give a .jsonl, .json or .parquet file or a hub name")
         hub_names = [path for path in (self.path, self.eval_path) if path is not None and not Source(path).is_file]
         if self.path is not None and Source(self.path).is_file:
             for field in ("subset", "split"):
