@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -13,9 +14,8 @@ INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\
 
 
 @pytest.fixture
-def make(tmp_path, monkeypatch):
+def make(tmp_path):
     """A task whose eval rows, and train rows if there are several, come from these records."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
     def task(name, *records, **params):
         file = tmp_path / "rows.jsonl"
@@ -96,6 +96,8 @@ def test_math_answers_of_other_kinds(make):
         return make("math", {"problem": "a", "final": kind}, columns={"answer": "final"}).eval_rows[0]["answer"]
 
     assert answers(27.0) == "27" and answers(["$1$", "$2$"]) == "1, 2" and answers("$69$,$84$") == "69,84"
+    with pytest.raises(KvrlError, match="rows.jsonl, row 1: answer is nan; give text, a finite number"):
+        answers(float("nan"))
 
 
 def test_math_demonstrations_have_their_answer_in_a_box(make):
@@ -116,6 +118,8 @@ def test_word_problems(make):
     assert row["prompt"][0]["content"].startswith("There are 87. How big?\n")
     with pytest.raises(KvrlError, match="row 1: target is None; give the number that is right"):
         make("mawps", {"input": "a", "target": None}).rows("eval", 1, 0)
+    with pytest.raises(KvrlError, match="rows.jsonl, row 1: target is {'v': 1}; give text, a finite number"):
+        make("mawps", {"input": "a", "target": {"v": 1}}).rows("eval", 1, 0)
     with pytest.raises(KvrlError, match="task mawps has no demonstrations"):
         make("mawps", {"input": "a", "target": 1}).demonstrations(1, 0)
 
@@ -170,8 +174,20 @@ def test_hotpotqa_scores(make):
     assert exact.reward(given, answer=["Rome"] * 5) == [0, 1, 0, 0, 0]
     (pair,) = make("hotpotqa", QUESTION, {**QUESTION, "question": "b"}).demonstrations(1, 0)
     assert pair[1] == "Answer: Rome" and f1.reward([pair[1]], answer=["Rome"]) == [1.0]
-    with pytest.raises(KvrlError, match="row 1: context is a str; give title and sentences"):
-        make("hotpotqa", {**QUESTION, "context": "Oslo"}).rows("eval", 1, 0)
+
+
+@pytest.mark.parametrize(("context", "message"), [
+    ("Oslo", "context is a str; give title and sentences, each a list, or pairs of them"),
+    ({"title": None, "sentences": [["a"]]}, "context is a dict; give title and sentences, each a list"),
+    ({"title": ["Oslo", "Rome"], "sentences": [["a"]]}, "context has 2 titles and 1 lists of sentences; give as many"),
+    ({"title": ["Oslo"], "sentences": [None]}, "context has 'Oslo' with None; give a title and a list of sentences"),
+    ({"title": ["Oslo"], "sentences": [["a", None]]}, "context has 'Oslo' with ['a', None]; give a title"),
+    ([["Oslo", ["a"]], [7, ["a"]]], "context has 7 with ['a']; give a title"),
+    ([["Oslo", [["a"]]]], "context has 'Oslo' with [['a']]; give a title"),
+])  # fmt: skip
+def test_hotpotqa_refuses_other_contexts(make, context, message):
+    with pytest.raises(KvrlError, match=f"rows.jsonl, row 1: {re.escape(message)}"):
+        make("hotpotqa", {**QUESTION, "context": context}).rows("eval", 1, 0)
 
 
 @pytest.mark.parametrize("name", ["gsm8k", "math", "mawps", "svamp", "tldr", "govreport", "hotpotqa", "jsonl"])

@@ -49,8 +49,20 @@ class HotpotQA(TemplatedTask):
 
 def _pairs(context: Any, where: str) -> list[tuple[str, list[str]]]:
     """(title, sentences) of each paragraph: the hub keeps two lists, the original files a list of pairs."""
-    if isinstance(context, Mapping) and {"title", "sentences"} <= set(context):
-        return list(zip(context["title"], context["sentences"], strict=True))
-    if isinstance(context, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in context):
-        return [(title, sentences) for title, sentences in context]
-    raise KvrlError(f"{where}: context is a {type(context).__name__}; give title and sentences, or pairs of them")
+    if isinstance(context, Mapping) and all(isinstance(context.get(part), list) for part in ("title", "sentences")):
+        titles, sentences = context["title"], context["sentences"]
+        if len(titles) != len(sentences):
+            raise KvrlError(
+                f"{where}: context has {len(titles)} titles and {len(sentences)} lists of sentences; give as many"
+            )
+        pairs = list(zip(titles, sentences, strict=True))
+    elif isinstance(context, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in context):
+        pairs = [(title, sentences) for title, sentences in context]
+    else:
+        raise KvrlError(
+            f"{where}: context is a {type(context).__name__}; give title and sentences, each a list, or pairs of them"
+        )
+    for title, sentences in pairs:
+        if not (isinstance(title, str) and isinstance(sentences, list) and all(isinstance(s, str) for s in sentences)):
+            raise KvrlError(f"{where}: context has {title!r} with {sentences!r}; give a title and a list of sentences")
+    return pairs
