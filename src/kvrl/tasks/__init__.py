@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerBase
 
@@ -94,7 +95,7 @@ def _class(name: str) -> Any:
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """Token ids of a prompt: text as it is, chat messages through the tokenizer's template, reply opened.
 
-    Errors: KvrlError for chat messages where the tokenizer has no template.
+    Errors: KvrlError for chat messages where the tokenizer has no template, or one that refuses them.
     """
     if isinstance(prompt, str):
         return tokenizer(prompt)["input_ids"]
@@ -103,7 +104,14 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[in
             f"prompt: a list of {len(prompt)} chat messages, and the model's tokenizer has no chat template; "
             "write the prompt as text, or give a model whose tokenizer has a template"
         )
-    return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    try:
+        return tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
+    except TemplateError as error:  # what a template raises itself, such as for a role that it does not know
+        roles = ", ".join(message["role"] for message in prompt)
+        raise KvrlError(
+            f"prompt: chat messages ({roles}) are refused by the model's chat template "
+            f"({' '.join(str(error).split())}); change them, or give a model with another template"
+        ) from None
 
 
 def completion_text(tokenizer: PreTrainedTokenizerBase, rollout: Rollout) -> str:
