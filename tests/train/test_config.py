@@ -62,7 +62,7 @@ def test_lists_in_the_comma_form(tmp_path):
 @pytest.mark.parametrize(("flag", "message"), [
     (("model", "tiny"), "model: tiny is refused: model is a section, not a value; set one of its fields, as in"),
     (("cache", "dense"), "cache: dense is refused: cache is a section, not a value; set one of its fields, as in"),
-    (("cache.params", "3"), "cache.params: 3 is refused: it is a mapping; write it as {name: value}"),
+    (("cache.params", "3"), "cache.params: 3 is refused: it is no mapping; write it as {name: value}"),
     (("cache.budget", ""), "--cache.budget: has no value; write --cache.budget VALUE (null for none"),
     (("output_dir", ""), "--output_dir: has no value; write --output_dir VALUE"),
     (("cache.budget", "many"), "cache.budget: many is refused: it is no whole number; write one, such as 32"),

@@ -208,7 +208,7 @@ def _as_section(field: str, kind: type[BaseModel]) -> str:
     try:
         fields = list(_section(kind, field.split(".")).model_fields)
     except (KeyError, StopIteration):
-        return "it is a mapping; write it as {name: value}"
+        return "it is no mapping; write it as {name: value}"
     first = next((name for name in ("path", "policy", "name") if name in fields), fields[0])
     return f"{field} is a section, not a value; set one of its fields, as in {field}.{first} ({', '.join(fields)})"
 
