@@ -36,8 +36,7 @@ NAMES = ["gsm8k", "math500", "gaokao2023en", "minerva", "olympiadbench", "aime24
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def folder(tmp_path):
     for name, (rows, _) in FILES.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return tmp_path
@@ -126,6 +125,14 @@ def test_the_command_prints_each_set_under_each_budget(folder, capsys, monkeypat
     assert result["mean"] == pytest.approx({"8": 1 / 7, "full": 1 / 7})
 
 
-def test_an_unknown_parameter_is_refused(folder):
-    with pytest.raises(KvrlError, match="task.params.levels: task gsm8k has no such parameter"):
-        load_sets("math7", str(folder), {"levels": [3]})
+@pytest.mark.parametrize(("params", "message"), [
+    ({"levels": [3]}, "task.params.levels: task gsm8k has no such parameter"),
+    ({"eval_path": "x"}, "task.params.eval_path: benchmark math7 says itself what its sets are; leave it out"),
+    ({"path": "x"}, "task.params.path: benchmark math7"),
+    ({"columns": {"problem": "q"}}, "task.params.columns: benchmark math7"),
+    ({"on_missing_answer": "drop"}, "task.params.on_missing_answer: benchmark math7"),
+])  # fmt: skip
+def test_parameters_that_are_unknown_or_the_benchmark_s_own_are_refused(folder, params, message):
+    for source in (str(folder), None):
+        with pytest.raises(KvrlError, match=message):
+            load_sets("math7", source, params)

@@ -19,6 +19,7 @@ from kvrl.eval.evaluate import Evaluation, evaluate, idle_budgets, points
 from kvrl.eval.report import decoding_name, to_json
 from kvrl.sampler.config import SamplingConfig
 from kvrl.tasks import get_task
+from kvrl.tasks.files import FileTask
 from kvrl.tasks.math import MathProblems, math_scorer
 from kvrl.tasks.source import FILES
 
@@ -149,6 +150,10 @@ def load_sets(name: str, data_dir: str | None, task_params: dict[str, Any]) -> l
     folder = None if data_dir is None else Path(data_dir)
     if folder is not None and not folder.is_dir():
         raise KvrlError(f"--data_dir: {folder} is not a folder; give the folder of the files, or leave it out")
+    own = {*FileTask.model_fields, *(param for one in BENCHMARKS[name] for param in (*one.params, *one.hub))}
+    for param in task_params:
+        if param in own:
+            raise KvrlError(f"task.params.{param}: benchmark {name} says itself what its sets are; leave it out")
     sets = [(one.name, one.make_task(folder, task_params)) for one in BENCHMARKS[name]]
     for _, task in sets:
         assert task.eval_rows
