@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from kvrl.cache.config import CacheConfig
 from kvrl.cli import main
 from kvrl.errors import KvrlError
-from kvrl.eval.evaluate import evaluate, evaluation_table
+from kvrl.eval.evaluate import evaluate, evaluation_table, rewards_of
 from kvrl.eval.report import smooth, to_json
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer, make_tiny
 from kvrl.sampler.config import SamplingConfig
@@ -60,6 +61,18 @@ def test_problems_over_the_length_limit_are_left_out_or_stop():
         measured(Mixed(), max_prompt_length=5)
     with pytest.raises(KvrlError, match="eval.n: none of the 3 held-out problems is within the limits .*3 tokens"):
         measured(Mixed(), max_prompt_length=1, on_long_prompt="drop")
+
+
+@pytest.mark.parametrize(("reward", "message"), [
+    (lambda size, **_: [1.0, float("nan")], "returned nan for sample 1 .*; return a finite number, or None to drop the "
+     "sample$"),
+    (lambda size, **_: [1 / (k - 6) for k in size], "raised ZeroDivisionError: .* for sample 1 .* to drop the sample$"),
+    (lambda size, **_: [1 / (len(size) - 2)] * len(size), "on no single sample of it; mend the function$"),
+])  # fmt: skip
+def test_a_bad_reward_stops_without_advice_that_only_a_training_run_can_follow(reward, message):
+    rows = Mixed().rows("eval", 2, 0)  # of sizes 2 and 6
+    with pytest.raises(KvrlError, match=f"^reward.funcs.task: .*{message}"):
+        rewards_of(SimpleNamespace(reward=reward), rows, ["", ""])
 
 
 def test_a_length_limit_fixes_the_slots_of_the_full_cache():

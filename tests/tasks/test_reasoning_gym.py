@@ -133,12 +133,28 @@ def test_reward_is_the_library_s_score():
     assert task.reward(texts, **columns) == [1.0, 1.0, 0.0, 0.0]  # ".0" is right for this library's scorer
 
 
-def test_an_answer_that_the_scorer_cannot_parse_scores_0():
+@pytest.mark.parametrize(("dataset", "answer"), [
+    ("prime_factorization", "no idea"),
+    ("boxnet", "3"),
+    ("coin_flip", "1e999"),
+    ("game_of_life", "{}"),
+])  # fmt: skip
+def test_an_answer_that_the_scorer_cannot_parse_scores_0(dataset, answer):
     pytest.importorskip("reasoning_gym")
-    task = ReasoningGym(dataset="prime_factorization")
+    task = ReasoningGym(dataset=dataset)
     row = task.rows("train", 1, 0)[0]
-    texts = ["Answer: no idea", f"Answer: {row['answer']}"]
-    assert task.reward(texts, entry=[row["entry"]] * 2) == [0.0, 1.0]
+    assert task.reward([f"Answer: {answer}"], entry=[row["entry"]]) == [0.0]
+    if row["answer"] is not None:
+        assert task.reward([f"Answer: {row['answer']}"], entry=[row["entry"]]) == [1.0]
+
+
+def test_whatever_a_scorer_raises_the_answer_is_wrong():
+    def scorer(answer, entry):
+        raise KeyError(answer)
+
+    task = ReasoningGym.model_construct()
+    task.__dict__["_scorer"] = scorer  # in the place of the library's
+    assert task.reward(["Answer: 3"], entry=[{}]) == [0.0]
 
 
 @pytest.mark.parametrize("dataset", TRACES)
