@@ -17,16 +17,18 @@ LENGTHS = [2, 6, 3, 9]  # of the prompts, again and again
 
 
 class Lengths:
+    """A block has the lengths from the first on, or one of them, by its seed."""
+
     name = "lengths"
 
     def rows(self, split, n, seed):
-        return [{"prompt": " ".join(["1"] * LENGTHS[i % 4])} for i in range(n)]
+        return [{"prompt": " ".join(["1"] * LENGTHS[(i + (seed if n == 1 else 0)) % 4])} for i in range(n)]
 
 
-def stream(protect_prompt=False, **settings):
+def stream(protect_prompt=False, block=4, **settings):
     cache = CacheConfig(policy="recent", budget=8, buffer=4, window=3, sinks=0, protect_prompt=protect_prompt)
     limits = PromptLimits.of(RolloutSettings(**settings), cache)
-    return PromptStream(Lengths(), build_tiny_tokenizer(["1"]), seed=0, block=4, limits=limits)
+    return PromptStream(Lengths(), build_tiny_tokenizer(["1"]), seed=0, block=block, limits=limits)
 
 
 def test_a_prompt_over_the_limit_is_dropped_and_counted_or_stops_the_run():
@@ -39,9 +41,24 @@ def test_a_prompt_over_the_limit_is_dropped_and_counted_or_stops_the_run():
     assert [len(row.ids) for row in stream().take(4)] == LENGTHS  # no limit unless one is set
 
 
-def test_a_run_whose_prompts_are_all_over_the_limit_stops():
-    with pytest.raises(KvrlError, match="rollout.max_prompt_length: 1 is below"):
-        stream(max_prompt_length=1, on_long_prompt="drop").take(1)
+def test_a_run_ends_only_if_no_prompt_fits(monkeypatch):
+    monkeypatch.setattr("kvrl.train.data.PATIENCE", 10)
+    for block in (1, 4, 20):
+        drop = {"block": block, "on_long_prompt": "drop"}
+        prompts = stream(max_prompt_length=2, **drop)
+        assert [len(row.ids) for row in prompts.take(9)] == [2] * 9 and prompts.dropped == 24
+        with pytest.raises(KvrlError) as caught:
+            stream(max_prompt_length=1, **drop).take(1)
+        assert str(caught.value) == (
+            "prompt 9: it and all 9 before it are over the limits: rollout.max_prompt_length: 1 is below the prompt's "
+            "6 tokens; raise it"  # not `set on_long_prompt to drop`, which it is
+        )
+
+
+def test_many_long_prompts_after_one_that_fits_are_dropped(monkeypatch):
+    monkeypatch.setattr("kvrl.train.data.PATIENCE", 2)
+    prompts = stream(max_prompt_length=2, on_long_prompt="drop")  # 2, then 6, 3 and 9
+    assert len(prompts.take(2)) == 2 and prompts.dropped == 3
 
 
 def test_each_limit_has_its_own_choice():

@@ -14,6 +14,8 @@ from kvrl.train.config import RolloutSettings
 
 OnRefusal = Literal["stop", "drop"]
 
+PATIENCE = 1000  # prompts from the first on that are all refused before it is said that none fits
+
 
 @dataclass(frozen=True)
 class PromptLimits:
@@ -32,9 +34,9 @@ class PromptLimits:
     def refusal(self, length: int) -> tuple[KvrlError, OnRefusal] | None:
         """Why a prompt of `length` tokens is refused, and what is then done; None if it is not."""
         if self.max_length is not None and length > self.max_length:
+            remedy = "raise it" + (", or set rollout.on_long_prompt to drop" if self.on_long_prompt == "stop" else "")
             return KvrlError(
-                f"rollout.max_prompt_length: {self.max_length} is below the prompt's {length} tokens; raise it, or set "
-                "rollout.on_long_prompt to drop"
+                f"rollout.max_prompt_length: {self.max_length} is below the prompt's {length} tokens; {remedy}"
             ), self.on_long_prompt
         for cache in self.caches:
             policy = make_policy(cache)
@@ -58,6 +60,7 @@ class PromptRow:
 class PromptStream:
     """Rows of the task's train split, block after block; `position` is all that a resumed run needs.
 
+    A block is as many rows as are asked of the task at once; file tasks shuffle each anew.
     A prompt over one of the limits stops the run or is dropped and counted, as the limits say.
     """
 
@@ -68,9 +71,8 @@ class PromptStream:
         self._rows: tuple[int, list[dict[str, Any]]] = (-1, [])
 
     def take(self, count: int) -> list[PromptRow]:
-        """The next `count` prompts. KvrlError for a prompt over a limit (or if a whole block is)."""
+        """The next `count` prompts. KvrlError for a prompt over a limit, or if the first `PATIENCE` all are dropped."""
         taken: list[PromptRow] = []
-        refused = 0
         while len(taken) < count:
             number = self.position
             row = self._row(number)
@@ -80,10 +82,11 @@ class PromptStream:
                 raise KvrlError(f"prompt {number}: {error}") from None
             self.position += 1
             if (refusal := self.limits.refusal(len(ids))) is not None:
-                refused += 1
-                if refusal[1] == "stop" or refused >= self.block:
+                if refusal[1] == "stop":
                     raise KvrlError(f"prompt {number}: {refusal[0]}")
                 self.dropped += 1
+                if self.dropped == self.position >= PATIENCE:
+                    raise KvrlError(f"prompt {number}: it and all {number} before it are over the limits: {refusal[0]}")
                 continue
             taken.append(PromptRow(ids, row, number))
         return taken
