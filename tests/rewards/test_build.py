@@ -101,14 +101,18 @@ def test_settings_reach_the_call(file: Path) -> None:
         ("MINE:wrong", "has no function 'wrong'; it has count, remote"),
         ("MINE:Thing", "has no function 'Thing'; it has count, remote"),
         ({"func": "BAD:f"}, r"bad.py cannot be imported \(ZeroDivisionError: division by zero\)"),
+        ({"func": "EXITS:f"}, r"exits.py cannot be imported \(SystemExit: 2\)"),
+        ("builtins:max", r"reward\.funcs\.max: does not tell its arguments .*from a function of your own"),
         ("missing.py:f", r"missing.py cannot be imported \(FileNotFoundError"),
         ("no_such_package.module:f", r"no_such_package.module cannot be imported \(ModuleNotFoundError"),
     ],
 )
 def test_mistakes_are_told_before_anything_runs(file: Path, entry: Any, message: str) -> None:
     (file.parent / "bad.py").write_text("1 / 0\n")
+    (file.parent / "exits.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--x'])\n")
     entry = {"func": entry} if isinstance(entry, str) else dict(entry)
     entry["func"] = entry["func"].replace("MINE", str(file)).replace("BAD", str(file.parent / "bad.py"))
+    entry["func"] = entry["func"].replace("EXITS", str(file.parent / "exits.py"))
     with pytest.raises(KvrlError, match=message) as refused:
         rewards_of(entry)
     assert "\n" not in str(refused.value)

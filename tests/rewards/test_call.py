@@ -2,9 +2,13 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -66,7 +70,14 @@ def test_a_function_that_gave_nothing_has_no_mean() -> None:
     assert run(nothing).metrics() == {"reward_errors": 0.0}
 
 
-@pytest.mark.parametrize("value", [NAN, math.inf, -math.inf, "high"])
+class Odd:
+    def __float__(self) -> float:
+        return 1 / 0
+
+
+@pytest.mark.parametrize(
+    "value", [NAN, math.inf, -math.inf, "high", "0.5", b"1", pytest.param(10**5000, id="int"), 1j, torch.ones(2), Odd()]
+)
 @pytest.mark.parametrize("weights", [None, [0.0]])
 def test_a_value_that_is_no_finite_number(value: Any, weights: list[float] | None) -> None:
     def odd(completions: list[str], **kwargs: Any) -> list[Any]:
@@ -116,6 +127,11 @@ def test_an_exception_of_the_whole_batch() -> None:
         ([1.0] * 4, "short: returned 4 rewards for 3 completions"),
         (None, "short: returned NoneType; return a list of 3 numbers"),
         (1.0, "short: returned float; return a list of 3 numbers"),
+        ("123", "short: returned str; return a list of 3 numbers"),
+        (b"123", "short: returned bytes; return a list of 3 numbers"),
+        ({0: 1, 1: 2, 2: 3}, "short: returned dict; return a list of 3 numbers"),
+        ({1, 2, 3}, "short: returned set; return a list of 3 numbers"),
+        (torch.tensor(1.0), "short: returned Tensor; return a list of 3 numbers"),
     ],
 )
 def test_a_result_of_the_wrong_length_always_stops(answer: Any, message: str, on_error: Any) -> None:
@@ -133,6 +149,47 @@ def test_a_function_that_cannot_take_the_columns_always_stops(on_error: Any) -> 
 
     with pytest.raises(KvrlError, match="narrow: cannot be called with completions, prompts, answer"):
         run(narrow, on_error=on_error)
+    with pytest.raises(KvrlError, match="max: does not tell its arguments"):
+        run(max, on_error=on_error)
+
+
+@pytest.mark.parametrize(
+    "answer", [(1, 2, 0), [True, np.float32(2), torch.zeros(1)], np.array([1, 2, 0]), {1: 1, 2: 2, 3: 0}.values()]
+)
+def test_what_counts_as_a_list_of_numbers(answer: Any) -> None:
+    same(run(lambda completions, **_: answer).rewards, [1.0, 2.0, 0.0])
+
+
+def test_each_function_has_lists_of_its_own() -> None:
+    def greedy(completions: list[str], prompts: list[str], answer: list[int], **kwargs: Any) -> list[float]:
+        completions.sort(reverse=True)
+        prompts.clear()
+        return [float(answer.pop()) for _ in completions]
+
+    scores = run(greedy, exact, length)
+    same(scores.per_function, [[4.0, 1.0, 1.0], [2.0, 1.0, 2.0], [1.0, 0.0, 3.0]])
+    assert COMPLETIONS == ["a", "bb", "ccc"] and COLUMNS["answer"] == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [(len, "raised TypeError: object of type 'int' has no len"), (sys.exit, "raised SystemExit: 2")],
+)
+@pytest.mark.parametrize("timeout", [None, 20])
+def test_whatever_a_function_raises_is_its_sample_s(error: Any, message: str, timeout: float | None) -> None:
+    def plain(completions: list[str], answer: list[int], **kwargs: Any) -> list[float]:
+        return [error(number) if number == 2 else 1.0 for number in answer]
+
+    def generator(completions: list[str], answer: list[int], **kwargs: Any) -> Iterator[float]:
+        yield from plain(completions, answer)
+
+    async def remote(completions: list[str], answer: list[int], **kwargs: Any) -> list[float]:
+        return plain(completions, answer)
+
+    for func in (plain, generator, remote):
+        with pytest.raises(KvrlError, match=rf"{func.__name__}: {message}.* for sample 1 \(prompt 'p1'\)"):
+            run(func, timeout=timeout)
+        same(run(func, on_error="drop", timeout=timeout).rewards, [1.0, NAN, 1.0])
 
 
 def test_tensors_count_as_numbers_and_long_prompts_are_cut() -> None:
@@ -283,6 +340,40 @@ def test_a_sync_function_over_time_is_abandoned() -> None:
     same(run(slow, timeout=20).rewards, [1.0] * 3)
     run(slow)
     assert threads[-1] is threading.main_thread()
+
+
+def test_a_generator_does_its_work_within_the_limit() -> None:
+    release = threading.Event()
+
+    def slow(completions: list[str], **kwargs: Any) -> Iterator[float]:
+        for _ in completions:
+            release.wait(20)
+            yield 1.0
+
+    with pytest.raises(KvrlError, match="slow: took over 0.05 s for a batch of 3"):
+        run(slow, timeout=0.05)
+    release.set()
+    same(run(slow, timeout=20).rewards, [1.0] * 3)
+
+
+def test_an_async_function_that_blocks_its_event_loop_is_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvrl.rewards.background.GRACE", 0.05)
+    release = threading.Event()
+
+    async def blocking(completions: list[str], **kwargs: Any) -> list[float]:
+        release.wait(20)
+        return [1.0] * len(completions)
+
+    async def remote(completions: list[str], **kwargs: Any) -> list[float]:
+        return [2.0] * len(completions)
+
+    start = time.monotonic()
+    with pytest.raises(KvrlError, match="blocking: took over 0.05 s for a batch of 3"):
+        run(blocking, timeout=0.05)
+    same(run(length, blocking, timeout=0.05, on_error="drop").rewards, [1.0, 2.0, 3.0])
+    assert time.monotonic() - start < 10
+    same(run(remote).rewards, [2.0] * 3)  # on another loop
+    release.set()
 
 
 def test_the_function_s_own_timeout_is_an_exception_like_any_other() -> None:

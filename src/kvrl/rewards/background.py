@@ -6,11 +6,14 @@ import asyncio
 import functools
 import inspect
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, wait
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+
+GRACE = 1.0  # seconds after its limit in which a loop that is not blocked has cancelled a call
 
 
 class OverTime(Exception):
@@ -25,6 +28,17 @@ def is_async(func: Callable[..., Any]) -> bool:
 def start_async(coroutine: Coroutine[Any, Any, T], limit: float | None) -> Future[T]:
     """Start a coroutine and return at once; after `limit` seconds it is cancelled and the future raises OverTime."""
     return asyncio.run_coroutine_threadsafe(_limited(coroutine, limit), _loop())
+
+
+def result_of(future: Future[T], end: float | None) -> T:
+    """What `start_async` gives, by the monotonic time `end`.
+
+    A call that blocks the event loop cannot be cancelled: it is left alone with its loop, and later calls get another.
+    """
+    if end is not None and not wait([future], max(0.0, end + GRACE - time.monotonic())).done:
+        _loop.cache_clear()
+        raise OverTime
+    return future.result()
 
 
 def run_sync(call: Callable[[], T], limit: float | None) -> T:

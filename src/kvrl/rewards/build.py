@@ -19,7 +19,7 @@ import torch
 from kvrl.errors import KvrlError
 from kvrl.rewards import get_reward
 from kvrl.rewards.base import Reward
-from kvrl.rewards.call import RewardFunc, Scores, arguments_of, check_arguments, score, unique_names
+from kvrl.rewards.call import RewardFunc, Scores, arguments_of, check_arguments, score, signature_of, unique_names
 from kvrl.rewards.config import RewardEntry, RewardSettings
 from kvrl.rewards.judge import Judge
 
@@ -75,10 +75,24 @@ def build_rewards(settings: RewardSettings, task: Task, device: torch.device = C
 
 
 def pair_judge(settings: RewardSettings) -> Judge | None:
-    """The judge of mode pairwise, prepared, if it is the section's only function; else None."""
+    """The judge of mode pairwise, prepared, if it is the section's only function; else None.
+
+    Errors: KvrlError for what it has no use for: it gives no rewards, and nothing else is summed with it.
+    """
     entries = settings.funcs
     if len(entries) != 1 or entries[0].func != Judge.name or entries[0].params.get("mode") != "pairwise":
         return None
+    unused = {
+        "funcs.judge.weight": entries[0].weight,
+        "weights": settings.weights,
+        "timeout": settings.timeout,
+        "on_error": "drop" if settings.on_error == "drop" else None,
+    }
+    for field, value in unused.items():
+        if value is not None:
+            raise KvrlError(f"reward.{field}: {value} has no effect on a judge of mode pairwise, which gives "
+                            "preferences and no rewards; take it out (the judge's own params are request_timeout and "
+                            "on_unreadable)")  # fmt: skip
     judge = get_reward(Judge.name, **entries[0].params)
     assert isinstance(judge, Judge)
     judge.prepare(CPU)
@@ -101,7 +115,7 @@ def resolve(entry: RewardEntry, task: Task) -> RewardFunc:
 def check_params(func: RewardFunc, params: Mapping[str, Any]) -> None:
     """Raise KvrlError for a parameter that is none of the function's named arguments: **kwargs takes any mistake in."""
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    known = [p.name for p in inspect.signature(func).parameters.values() if p.kind in by_name]
+    known = [p.name for p in signature_of(func, _name(func)).parameters.values() if p.kind in by_name]
     for param in params:
         if param not in known:
             near = difflib.get_close_matches(param, known, n=1)
@@ -115,7 +129,7 @@ def import_function(path: str) -> RewardFunc:
     module_name, _, function = path.rpartition(":")
     try:
         module = _run_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except Exception as error:  # a user's file may raise anything
+    except (Exception, SystemExit) as error:  # a user's file may raise anything, and argparse exits
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise KvrlError(f"reward.funcs: {module_name} cannot be imported ({reason}); mend it, or give "
                         "path/to/file.py:function or package.module:function") from error  # fmt: skip

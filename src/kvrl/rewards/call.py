@@ -6,8 +6,8 @@ import functools
 import inspect
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvrl.errors import KvrlError
-from kvrl.rewards.background import OverTime, is_async, run_sync, start_async
+from kvrl.rewards.background import OverTime, is_async, result_of, run_sync, start_async
 from kvrl.rewards.base import Reward
 
 RewardFunc = Callable[..., Any]
@@ -24,7 +24,7 @@ RewardFunc = Callable[..., Any]
 RESERVED = ("completions", "prompts", "self")
 """Names that a data set's column cannot have: a reward function gets its own arguments under them."""
 
-EXCERPT = 60  # characters of a prompt in a message
+EXCERPT = 60  # characters of a prompt or an answer in a message
 
 
 @dataclass(frozen=True)
@@ -77,16 +77,17 @@ def score(
 
     weights: one per function, None = all 1. columns: the dataset's columns, each a list of
     len(completions); column "prompt" is passed as `prompts`, the others under their own names, as TRL does.
-    None from a function leaves that function out of the sample's sum; None from all of them drops the
-    sample (NaN). Tensors, arrays and booleans are taken as numbers. Async functions run together, while the others
-    run one after another. names: what the functions are called in metrics and messages, None = their own names.
+    Each function gets lists of its own. None from a function leaves that function out of the sample's sum; None from
+    all of them drops the sample (NaN). Tensors, arrays, generators and booleans are taken as numbers, texts are not.
+    Async functions run together, while the others run one after another. names: what the functions are called in
+    metrics and messages, None = their own names.
 
     A NaN, an infinity, a value that is no number, a BadReward or an exception stops with a KvrlError that names
     function, sample and prompt; with on_error="drop" it counts as None. To name the sample, a function that
     raised is called again with one sample at a time; if no single sample raises, the whole batch counts as
-    bad. So does a batch that takes longer than `timeout` seconds: an async function is then cancelled, another is
-    left to itself in its thread. A result of the wrong length, a function that cannot take the arguments and a
-    KvrlError from the function always stop.
+    bad. So does a batch that takes longer than `timeout` seconds: an async function is then cancelled, another, or one
+    that blocks its event loop, is left to itself in its thread. A result that is no list or has the wrong length, a
+    function that cannot take the arguments and a KvrlError from the function always stop.
     """
     if weights is not None and len(weights) != len(reward_funcs):
         raise KvrlError(
@@ -97,7 +98,9 @@ def score(
     for func, name in zip(reward_funcs, names, strict=True):
         check_arguments(func, name, arguments)
     with ExitStack() as started:
-        waits = [_begin(func, arguments, timeout, started) for func in reward_funcs]
+        waits = [
+            _begin(func, name, arguments, timeout, started) for func, name in zip(reward_funcs, names, strict=True)
+        ]
         results = {
             i: _collect(reward_funcs[i], names[i], arguments, waits[i], on_error, timeout)
             for i in sorted(range(len(names)), key=lambda i: is_async(reward_funcs[i]))  # which run meanwhile
@@ -126,7 +129,7 @@ def arguments_of(columns: Mapping[str, list]) -> dict[str, list]:
 def check_arguments(func: RewardFunc, name: str, arguments: Iterable[str]) -> None:
     """Raise KvrlError if `func` cannot be called with arguments of these names."""
     given = list(arguments)
-    signature = inspect.signature(func.__call__ if isinstance(func, Reward) else func)
+    signature = signature_of(func.__call__ if isinstance(func, Reward) else func, name)
     keyword = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = [p.name for p in signature.parameters.values() if p.kind in keyword and p.default is p.empty]
     needed += func.columns if isinstance(func, Reward) else ()
@@ -148,6 +151,15 @@ def check_arguments(func: RewardFunc, name: str, arguments: Iterable[str]) -> No
         ) from error
 
 
+def signature_of(func: RewardFunc, name: str) -> inspect.Signature:
+    """The arguments that `func` takes. Errors: KvrlError for one that does not tell them, such as `max`."""
+    try:
+        return inspect.signature(func)
+    except ValueError as error:
+        raise KvrlError(f"reward.funcs.{name}: does not tell its arguments ({error}); call it from a function of "
+                        "your own") from error  # fmt: skip
+
+
 def unique_names(names: Sequence[str]) -> list[str]:
     """The names, with the place in the list where two are the same."""
     return [name if names.count(name) == 1 else f"{name}_{i}" for i, name in enumerate(names)]
@@ -158,14 +170,22 @@ def _own_name(func: RewardFunc) -> str:
 
 
 def _begin(
-    func: RewardFunc, arguments: Mapping[str, list], limit: float | None, started: ExitStack
-) -> Callable[[], Any]:
-    """A call that gives the function's result. An async one runs from now on, and is cancelled with `started`."""
+    func: RewardFunc, name: str, arguments: Mapping[str, list], limit: float | None, started: ExitStack
+) -> Callable[[], list]:
+    """A call that gives the function's answers. An async one runs from now on, and is cancelled with `started`."""
+    own = {key: list(values) for key, values in arguments.items()}  # a function may sort its arguments, or pop them
+    size = len(own["completions"])
     if not is_async(func):
-        return lambda: run_sync(lambda: func(**arguments), limit)
-    future = start_async(func(**arguments), limit)
+        return lambda: run_sync(lambda: _listed(func(**own), name, size), limit)
+
+    async def call() -> list:
+        with _blamed():  # here, because a SystemExit would end the event loop
+            return _listed(await func(**own), name, size)
+
+    end = None if limit is None else time.monotonic() + limit
+    future = start_async(call(), limit)
     started.callback(future.cancel)
-    return future.result
+    return lambda: result_of(future, end)
 
 
 def _collect(
@@ -175,7 +195,8 @@ def _collect(
     """One function's results: a number per completion, NaN for None, and how many errors were dropped."""
     size = len(arguments["completions"])
     try:
-        answers = _answers(wait, name, size)
+        with _blamed():
+            answers = wait()
     except OverTime:
         answers = [BadReward(f"took over {timeout:g} s")] * size
         if on_error == "stop":
@@ -209,20 +230,26 @@ def _collect(
     return values, failed
 
 
-def _answers(wait: Callable[[], Any], name: str, size: int) -> list:
-    """What the function returned, as a list of the right length; BadReward if it raised, OverTime if it was late."""
+@contextmanager
+def _blamed() -> Iterator[None]:
+    """Make a BadReward of what a user's function raises: anything, also by `sys.exit()`."""
     try:
-        answers = wait()
-    except (OverTime, KvrlError):
+        yield
+    except (OverTime, KvrlError, BadReward):
         raise
-    except Exception as error:  # a user's function may raise anything
+    except (Exception, SystemExit) as error:
         raise BadReward(f"raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def _listed(answers: Any, name: str, size: int) -> list:
+    """What a function returned, as a list: a generator does its work here. Errors: KvrlError for no list of `size`."""
     try:
-        answers = list(answers)
-    except TypeError as error:
-        raise KvrlError(
-            f"reward.funcs.{name}: returned {type(answers).__name__}; return a list of {size} numbers"
-        ) from error
+        each = iter(answers)
+    except TypeError:
+        each = None
+    if each is None or isinstance(answers, str | bytes | Mapping | Set):
+        raise KvrlError(f"reward.funcs.{name}: returned {type(answers).__name__}; return a list of {size} numbers")
+    answers = list(each)
     if len(answers) != size:
         raise KvrlError(
             f"reward.funcs.{name}: returned {len(answers)} rewards for {size} completions; return one for "
@@ -238,9 +265,11 @@ def _one_by_one(func: RewardFunc, name: str, arguments: Mapping[str, list], time
     for i in range(len(arguments["completions"])):
         left = None if timeout is None else max(0.0, start + timeout - time.monotonic())
         try:
-            with ExitStack() as started:
+            if left == 0.0:
+                raise OverTime
+            with ExitStack() as started, _blamed():
                 one = {key: [values[i]] for key, values in arguments.items()}
-                answers += _answers(_begin(func, one, left, started), name, 1)
+                answers += _begin(func, name, one, left, started)()
         except OverTime:
             answers.append(BadReward(f"took over {timeout:g} s"))
         except BadReward as bad:
@@ -254,10 +283,12 @@ def _number(answer: Any) -> float | BadReward:
         return math.nan
     if isinstance(answer, BadReward):
         return answer
+    if isinstance(answer, str | bytes):
+        return BadReward(f"returned the text {_cut(repr(answer))}")
     try:
         number = float(answer)
-    except (TypeError, ValueError):
-        return BadReward(f"returned {answer!r}")
+    except Exception as error:  # of a user's object
+        return BadReward(f"returned {type(answer).__name__} ({' '.join(str(error).split())})")
     return number if math.isfinite(number) else BadReward(f"returned {number}")
 
 
@@ -265,5 +296,8 @@ def _excerpt(arguments: Mapping[str, list], i: int) -> str:
     """The start of a prompt, on one line."""
     if "prompts" not in arguments:
         return "not given"
-    text = repr(arguments["prompts"][i])
+    return _cut(repr(arguments["prompts"][i]))
+
+
+def _cut(text: str) -> str:
     return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."
