@@ -17,7 +17,13 @@ from kvrl.rewards.config import RewardSettings
 from kvrl.rewards.judge import Judge, fill, read_mark, read_verdict, settle
 
 CPU = torch.device("cpu")
-Answer = Callable[[str], str | int]  # from the question to the reply, or to an HTTP status
+Answer = Callable[[str], "str | int | tuple[str | None, str] | bytes"]
+"""From the question to the reply (with its finish_reason), to an HTTP status, or to a body."""
+NO_COMPLETIONS = [
+    b"<html>hi</html>", b"{bad", b"null", b"[1]", b'{"choices": []}', b'{"choices": null}', b'{"choices": [{}]}',
+    b'{"error": {"message": "overloaded"}}', b'{"choices": [{"message": null}]}',
+    b'{"choices": [{"message": {"content": [1]}}]}',
+]  # fmt: skip
 
 
 class Server:
@@ -28,6 +34,7 @@ class Server:
         self.asked: list[dict] = []
         self.keys: list[str | None] = []
         self.models_status = 200
+        self.models: bytes = b'{"object": "list", "data": []}'
         self.busy = 0
         self.lock = threading.Lock()
         self.http = http.server.ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
@@ -50,7 +57,7 @@ class Server:
             def do_GET(self) -> None:
                 server.keys.append(self.headers.get("Authorization"))
                 status = 401 if self.headers.get("Authorization") == "Bearer wrong" else server.models_status
-                self._send(status, {"object": "list", "data": []})
+                self._send(status, server.models)
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -61,17 +68,18 @@ class Server:
                 with server.lock:
                     server.busy -= 1
                 if isinstance(reply, int):
-                    self._send(reply, {"error": {"message": "no such\nmodel"}})
+                    self._send(reply, b'{"error": {"message": "no such\\nmodel"}}')
                     return
-                message = {"role": "assistant", "content": reply}
-                choice = {"index": 0, "finish_reason": "stop", "message": message}
-                self._send(
-                    200,
-                    {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"], "choices": [choice]},
-                )
+                if isinstance(reply, bytes):
+                    self._send(200, reply)
+                    return
+                content, end = reply if isinstance(reply, tuple) else (reply, "stop")
+                message = {"role": "assistant", "content": content}
+                choice = {"index": 0, "finish_reason": end, "message": message}
+                completion = {"id": "1", "object": "chat.completion", "created": 0, "model": body["model"]}
+                self._send(200, json.dumps(completion | {"choices": [choice]}).encode())
 
-            def _send(self, status: int, body: dict) -> None:
-                data = json.dumps(body).encode()
+            def _send(self, status: int, data: bytes) -> None:
                 self.send_response(status)
                 self.send_header("Content-Type", "application/json")
                 self.send_header("Content-Length", str(len(data)))
@@ -134,6 +142,9 @@ def test_the_request(server: Server, judge: Callable[..., Judge]) -> None:
     [
         ("7", 0.7),
         ("<think>at most 3, so 3</think>\n**8**", 0.8),
+        ("<think>The request has 3 parts", None),
+        ("<think>3</think> 4 <think>or 5", None),
+        ("at most 3, so 3</think> 8", 0.8),  # where the template opens the thought
         ("-1", None),
         ("11", None),
         ("10.0", 1.0),
@@ -151,6 +162,49 @@ def test_a_mark_that_cannot_be_read_is_the_sample_s_error(server: Server, judge:
     with pytest.raises(KvrlError, match=r"replied 'fine!', in which the mark is no number from 0 to 10, for sample 1"):
         marks(judge(), ["a", "odd"])
     assert marks(judge(), ["a", "odd", "b"], on_error="drop") == pytest.approx([0.5, float("nan"), 0.5], nan_ok=True)
+
+
+def test_a_reply_that_was_cut_off_is_no_mark_and_is_not_kept(server: Server, judge: Callable[..., Judge]) -> None:
+    server.answer = lambda question: ("5 of the", "length") if "long" in question else "5"
+    message = (
+        r"Judge: a reply was cut off at params\.sampling\.max_tokens \(512; raise it\) for sample 1 \(prompt 'p'\)"
+    )
+    with pytest.raises(KvrlError, match=message):
+        marks(judge(), ["a", "long"])
+    assert marks(judge(), ["a", "long"], on_error="drop") == pytest.approx([0.5, float("nan")], nan_ok=True)
+    assert len(server.asked) == 3  # the one that was cut off is asked again
+    server.answer = lambda question: ("", "length")  # all of it thoughts, which the server takes out
+    with pytest.raises(
+        KvrlError, match=r"judge: a reply was cut off .* raise it\), or set params.on_unreadable to tie"
+    ):
+        judge(mode="pairwise").prefer(["p"], ["one"], ["two"])
+    assert judge(mode="pairwise", on_unreadable="tie").prefer(["p"], ["one"], ["two"]) == [0.5]
+
+
+@pytest.mark.parametrize("body", NO_COMPLETIONS)
+def test_an_answer_that_is_no_completion_is_a_failure_of_the_server(
+    server: Server, judge: Callable[..., Judge], body: bytes
+) -> None:
+    server.answer = lambda question: body if "bad" in question else "5"
+    with pytest.raises(KvrlError, match=r"fails for model m .*no chat completion.* 1 of 2 replies are kept") as failed:
+        marks(judge(concurrency=1), ["a", "bad"], on_error="drop")
+    assert "\n" not in str(failed.value)
+    with pytest.raises(KvrlError, match="no chat completion"):
+        judge(mode="pairwise", on_unreadable="tie").prefer(["p"], ["bad"], ["two"])
+
+
+def test_a_refusal_is_the_sample_s_error(server: Server, judge: Callable[..., Judge]) -> None:
+    server.answer = lambda question: (None, "stop")
+    assert marks(judge(), ["a"], on_error="drop") == pytest.approx([float("nan")], nan_ok=True)
+
+
+@pytest.mark.parametrize("body", [b"<html>hi</html>", b"{bad", b"null", b"[]"])
+def test_an_address_without_an_endpoint(server: Server, judge: Callable[..., Judge], body: bytes) -> None:
+    server.models = body
+    with pytest.raises(KvrlError, match=r"base_url: http.* is no OpenAI-compatible endpoint .* up to and with /v1"):
+        judge()
+    server.models_status = 404
+    judge()
 
 
 def test_nothing_is_asked_twice(server: Server, judge: Callable[..., Judge]) -> None:
@@ -248,6 +302,12 @@ def test_keys(server: Server, judge: Callable[..., Judge], monkeypatch: pytest.M
     monkeypatch.setenv("KVRL_TEST_KEY", "wrong")
     with pytest.raises(KvrlError, match=r"params\.api_key_env: .* refuses the key"):
         judge(api_key_env="KVRL_TEST_KEY")
+    asked = len(server.keys)
+    for key in ("", "schlüssel", "a\nb", "a "):
+        monkeypatch.setenv("KVRL_TEST_KEY", key)
+        with pytest.raises(KvrlError, match=r"params\.api_key_env: KVRL_TEST_KEY is empty, or has spaces"):
+            judge(api_key_env="KVRL_TEST_KEY")
+    assert len(server.keys) == asked
 
 
 @pytest.mark.parametrize(
@@ -259,6 +319,8 @@ def test_keys(server: Server, judge: Callable[..., Judge], monkeypatch: pytest.M
         ({"sampling": {"top_k": 5}}, r"judge\.params\.sampling: top_k is no field of a request; .* extra_body"),
         ({"sampling": {"stream": True}}, r"judge\.params\.sampling: stream is no field"),
         ({"cache": "/dev/null/x"}, r"judge\.params\.cache: /dev/null/x cannot be used"),
+        ({"base_url": "http://localhost:abc/v1"}, r"judge\.params\.base_url: http://localhost:abc/v1 is no address"),
+        ({"base_url": "http://[::1/v1"}, r"judge\.params\.base_url: http://\[::1/v1 is no address"),
     ],
 )
 def test_bad_parameters(judge: Callable[..., Judge], params: dict, message: str) -> None:
@@ -272,7 +334,8 @@ def test_bad_parameters(judge: Callable[..., Judge], params: dict, message: str)
     ("reply", "expected"),
     [
         ("A", 1.0), ("B.", 0.0), ("Tie", 0.5), ("**[[B]]**", 0.0), ("Reply A, since Reply A is right", 1.0),
-        ("<think>A or B?</think> B", 0.0), ("A is better than B", None), ("a good one", None), ("", None),
+        ("<think>A or B?</think> B", 0.0), ("<think>Reply A says", None),
+        ("A is better than B", None), ("a good one", None), ("", None),
     ],
 )  # fmt: skip
 def test_read_verdict(reply: str, expected: float | None) -> None:
@@ -300,6 +363,14 @@ def test_pairs_are_asked_in_both_orders(server: Server, judge: Callable[..., Jud
     assert verdicts == [1.0, 0.0, 0.5]
     expected = ["p 1|xx|x|", "p 1|x|xx|", "q 2|y|yyy|", "q 2|yyy|y|", "r 3|z|w|", "r 3|w|z|"]
     assert sorted(server.questions) == sorted(expected)
+
+
+@pytest.mark.parametrize("column", ["prompts", "firsts", "seconds", "self"])
+def test_a_column_of_any_name_can_be_asked_about(server: Server, judge: Callable[..., Judge], column: str) -> None:
+    pairs = judge(mode="pairwise", template=f"{{prompt}} {{{column}}}|{{first}}|{{second}}|")
+    server.answer = longer
+    assert pairs.prefer(["p"], ["xx"], ["x"], **{column: [7]}) == [1.0]
+    assert server.questions[0].startswith("p 7|")
 
 
 @pytest.mark.parametrize("favourite", ["A", "B"])
@@ -342,6 +413,14 @@ def test_a_pairwise_judge_is_no_reward(server: Server, tmp_path: Path) -> None:
     down = {"func": "judge", "params": entry["params"] | {"base_url": "http://127.0.0.1:9/v1", "max_retries": 0}}
     with pytest.raises(KvrlError, match="127.0.0.1:9/v1 does not answer"):
         pair_judge(RewardSettings(funcs=[down]))  # type: ignore[list-item]
+    for field, given in {
+        "funcs.judge.weight": {"funcs": [entry | {"weight": 1.0}]},
+        "weights": {"funcs": [entry], "weights": [2.0]},
+        "timeout": {"funcs": [entry], "timeout": 3},
+        "on_error": {"funcs": [entry], "on_error": "drop"},
+    }.items():
+        with pytest.raises(KvrlError, match=rf"^reward\.{field}: .* has no effect on a judge of mode pairwise"):
+            pair_judge(RewardSettings(**given))  # type: ignore[arg-type]
     for funcs in (["task", entry], [entry, "task"], ["task"], [{"func": "judge", "params": params}]):
         assert pair_judge(RewardSettings(funcs=funcs)) is None  # type: ignore[arg-type]
     rewards = build_rewards(RewardSettings(funcs=[{"func": "judge", "params": params}]), _Task())  # type: ignore[list-item, arg-type]

@@ -13,7 +13,7 @@ class Longer:
     def __init__(self):
         self.asked = []
 
-    def prefer(self, prompts, firsts, seconds, **columns):
+    def prefer(self, prompts, firsts, seconds, /, **columns):
         self.asked = list(zip(prompts, firsts, seconds, columns["hint"], strict=True))
         return [0.5 if len(a) == len(b) else float(len(a) > len(b)) for a, b in zip(firsts, seconds, strict=True)]
 
@@ -30,4 +30,5 @@ def test_each_is_compared_with_the_others_of_its_prompt():
 
 
 def test_two_completions_have_the_verdict_itself():
-    assert Preferences(Longer(), 2)(["a", "aa"], {"prompt": ["p", "p"], "hint": [0, 0]}).rewards.tolist() == [0, 1]
+    columns = {"prompt": ["p", "p"], "hint": [0, 0], "seconds": [1, 2]}  # a column may have any name
+    assert Preferences(Longer(), 2)(["a", "aa"], columns).rewards.tolist() == [0, 1]

@@ -16,7 +16,7 @@ from kvrl.errors import KvrlError
 from kvrl.rewards.background import start_async
 from kvrl.rewards.base import Reward, require
 from kvrl.rewards.call import BadReward
-from kvrl.rewards.judge_client import Client, Server
+from kvrl.rewards.judge_client import Client, Server, excerpt
 
 SCALAR = """Mark the reply to a request.
 
@@ -48,7 +48,6 @@ FIELD = re.compile(r"\{([A-Za-z_]\w*)\}")
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 VERDICT = re.compile(r"\b(?:A|B|[Tt]ie|TIE)\b")
 PREFERENCE = {"a": 1.0, "b": 0.0, "tie": 0.5}
-EXCERPT = 60  # characters of a reply in a message
 
 
 class Judge(Reward):
@@ -75,7 +74,7 @@ class Judge(Reward):
     sampling: dict[str, Any] = {"temperature": 0, "max_tokens": 512}
     """Further fields of the request."""
     on_unreadable: Literal["stop", "tie"] = "stop"
-    """A verdict of the pairwise mode that names neither: it stops the run, or is a tie. (A mark: reward.on_error.)"""
+    """A verdict of the pairwise mode that cannot be read: it stops the run, or is a tie. (A mark: reward.on_error.)"""
     concurrency: int = Field(8, ge=1)
     """Requests under way at once."""
     max_retries: int = Field(4, ge=0)
@@ -116,6 +115,9 @@ class Judge(Reward):
         if key is None:
             raise KvrlError(f"reward.funcs.judge.params.api_key_env: {self.api_key_env} is not set in the environment; "
                             "export it")  # fmt: skip
+        if not re.fullmatch(r"[!-~]+", key):  # what a header can carry
+            raise KvrlError(f"reward.funcs.judge.params.api_key_env: {self.api_key_env} is empty, or has spaces, line "
+                            "breaks or other than ASCII characters; export the key alone")  # fmt: skip
         server = Server(self.base_url, key, self.concurrency, self.max_retries, self.request_timeout)
         return Client(server, self.model, self.sampling, cache)
 
@@ -131,10 +133,11 @@ class Judge(Reward):
                  | {"completion": text, "low": f"{low:g}", "high": f"{high:g}"})
             for i, text in enumerate(completions)
         ]  # fmt: skip
-        return [read_mark(reply, low, high) for reply in await self.client.ask(questions)]
+        replies = await self.client.ask(questions)
+        return [reply if isinstance(reply, BadReward) else read_mark(reply, low, high) for reply in replies]
 
     def prefer(
-        self, prompts: Sequence, firsts: Sequence[str], seconds: Sequence[str], **columns: Sequence
+        self, prompts: Sequence, firsts: Sequence[str], seconds: Sequence[str], /, **columns: Sequence
     ) -> list[float]:
         """For each pair 1 if the first is better, 0 if the second is, 0.5 for a tie. columns: what the template names.
 
@@ -150,9 +153,11 @@ class Judge(Reward):
         verdicts = [self._verdict(reply) for reply in replies]
         return [settle(verdicts[i], verdicts[i + 1]) for i in range(0, len(verdicts), 2)]
 
-    def _verdict(self, reply: str) -> float:
-        verdict = read_verdict(reply)
+    def _verdict(self, reply: str | BadReward) -> float:
+        verdict = None if isinstance(reply, BadReward) else read_verdict(reply)
         if verdict is None and self.on_unreadable == "stop":
+            if isinstance(reply, BadReward):
+                raise KvrlError(f"reward.funcs.judge: {reply}, or set params.on_unreadable to tie")
             raise KvrlError(
                 f"reward.funcs.judge: replied {excerpt(reply)}, which is not A, B or tie; write a template that asks "
                 "for one of them, or set params.on_unreadable to tie"
@@ -166,7 +171,7 @@ def fill(template: str, values: Mapping[str, Any]) -> str:
 
 
 def read_mark(reply: str, low: float, high: float) -> float | BadReward:
-    """The first number of the reply, on the scale from 0 to 1. Thoughts before a `</think>` do not count."""
+    """The first number of the reply's answer, on the scale from 0 to 1."""
     number = NUMBER.search(answer_part(reply))
     if number is None or not low <= float(number[0]) <= high:
         return BadReward(f"replied {excerpt(reply)}, in which the mark is no number from {low:g} to {high:g},")
@@ -174,7 +179,7 @@ def read_mark(reply: str, low: float, high: float) -> float | BadReward:
 
 
 def read_verdict(reply: str) -> float | None:
-    """1 for A, 0 for B, 0.5 for tie; None if the reply names none of them, or several."""
+    """1 for A, 0 for B, 0.5 for tie; None if the reply's answer names none of them, or several."""
     named = {PREFERENCE[word.lower()] for word in VERDICT.findall(answer_part(reply))}
     return named.pop() if len(named) == 1 else None
 
@@ -185,14 +190,9 @@ def settle(forward: float, backward: float) -> float:
 
 
 def answer_part(reply: str) -> str:
-    """What follows a reasoning model's thoughts."""
-    return reply.rpartition("</think>")[2]
-
-
-def excerpt(reply: str) -> str:
-    """The start of a reply, on one line."""
-    text = repr(reply)
-    return text if len(text) <= EXCERPT else f"{text[:EXCERPT]}..."
+    """What follows a reasoning model's thoughts; nothing if they did not end."""
+    answer = reply.rpartition("</think>")[2]
+    return "" if "<think>" in answer else answer
 
 
 def default_cache() -> Path:
