@@ -4,10 +4,17 @@ import pytest
 import torch
 
 from kvrl.errors import KvrlError
-from kvrl.rewards import get_reward
+from kvrl.rewards import BadReward, get_reward
 from kvrl.rewards.match import F1, ExactMatch, extract, normalize, word_f1
 
 CPU = torch.device("cpu")
+NAMES = ["exact_match", "f1", "fuzzy_match"]
+
+
+def rewards(name: str, texts: list[str], golds: list, **params: object) -> list:
+    reward = get_reward(name, **params)
+    reward.prepare(CPU)
+    return reward(texts, answer=golds)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +59,31 @@ def test_exact_match() -> None:
     assert ExactMatch(normalize=False)(texts, answer=golds) == [0.0, 1.0, 0.0, 1.0, 1.0]
     assert ExactMatch()(["", "the"], answer=["", "x"]) == [1.0, 0.0]
     assert ExactMatch(column="gold")(["a b", "b"], gold=["b", "c"]) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_gold_answer_of_which_normalisation_leaves_nothing_is_compared_as_it_is(name: str) -> None:
+    assert rewards(name, ["a ", " THE", "."], ["A", "the", "."]) == [1.0] * 3
+    assert rewards(name, ["", "", "", "b"], ["A", "the", ".", "A"]) == [0.0] * 4
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_gold_number_is_compared_as_a_number(name: str, normalize: bool) -> None:
+    right = [("3", 3.0), (" 3.00 ", 3), ("1,234,567.", 1234567), ("-5", -5), ("1e-3", 0.001), ("7", [1, 7])]
+    right += [(str(10**400), 10**400), ("9007199254740993", 9007199254740993)]
+    wrong = [("30", 3.0), ("5", -5), ("1,5", 15), ("3 apples", 3), ("", 0), ("9007199254740992", 9007199254740993)]
+    wrong += [("3.0", "3.1"), ("1", True)] if name == "exact_match" else []  # which are texts
+    texts, golds = zip(*right, *wrong, strict=True)
+    assert rewards(name, list(texts), list(golds), normalize=normalize) == [1.0] * len(right) + [0.0] * len(wrong)
+
+
+@pytest.mark.parametrize("name", [*NAMES, "rouge_l"])
+@pytest.mark.parametrize("gold", [None, [], ["none", None], float("nan")])
+def test_no_gold_answer_is_an_error_of_the_sample(name: str, gold: object) -> None:
+    params = {"column": "answer"}
+    bad, good = rewards(name, ["None", "none"], [gold, "none"], **params)
+    assert isinstance(bad, BadReward) and str(bad) == f"cannot read the gold answer {gold!r}" and good == 1.0
 
 
 def test_pattern_takes_the_last_match_and_no_match_is_no_answer() -> None:

@@ -87,9 +87,10 @@ def test_batches_at_the_same_time_do_not_mix(math_verify: MathVerify) -> None:
     assert found == {"1": [1.0] * 100, "2": [0.0] * 100}
 
 
-def test_an_unreadable_gold_answer_is_an_error_not_a_zero(math_verify: MathVerify) -> None:
-    bad, right = math_verify(["1", "1"], answer=["", "1"])
-    assert isinstance(bad, BadReward) and "cannot read the gold answer ''" in str(bad) and right == 1.0
+@pytest.mark.parametrize("gold", ["", None, [], ["1", None]])
+def test_an_unreadable_gold_answer_is_an_error_not_a_zero(math_verify: MathVerify, gold: object) -> None:
+    bad, right = math_verify(["None", "1"], answer=[gold, "1"])
+    assert isinstance(bad, BadReward) and f"cannot read the gold answer {gold!r}" in str(bad) and right == 1.0
     with pytest.raises(KvrlError, match=r"MathVerify: cannot read the gold answer '' for sample 1"):
         score([math_verify], None, ["1", "1"], {"answer": ["1", ""]})
 

@@ -6,6 +6,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -13,13 +14,20 @@ from pydantic import Field, PrivateAttr, field_validator
 
 from kvrl.errors import KvrlError
 from kvrl.rewards.base import Reward, require
+from kvrl.rewards.call import BadReward
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
+THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 
 
 class _Match(Reward):
-    """A comparison of the completion's answer with one or several gold answers, of which the best counts."""
+    """A comparison of the completion's answer with one or several gold answers, of which the best counts.
+
+    A gold text is compared in normal form; one of which nothing is left there (`A`, `the`, `.`) as it is, but for case
+    and space around. A gold number is compared as one: 1 if the answer, without thousands commas and a last full stop,
+    is equal, else 0. A null, or an empty list, is an error.
+    """
 
     column: str = "answer"
     """Column of the gold answer: a text or number, or a list of them."""
@@ -46,14 +54,24 @@ class _Match(Reward):
         """From 0 to 1, for two texts in their final form."""
         raise NotImplementedError
 
-    def __call__(self, completions: list[str], **columns: list) -> list[float]:
-        form: Callable[[str], str] = normalize if self.normalize else str.strip
-        rewards = []
+    def __call__(self, completions: list[str], **columns: list) -> list:
+        rewards: list[float | BadReward] = []
         for text, gold in zip(completions, columns[self.column], strict=True):
-            answer = extract(text, self.pattern)
-            golds = gold if isinstance(gold, list) else [gold]
-            rewards.append(0.0 if answer is None else max(self.compare(form(answer), form(str(g))) for g in golds))
+            golds, answer = golds_of(gold), extract(text, self.pattern)
+            if not golds:
+                rewards.append(unreadable(gold))
+            else:
+                rewards.append(0.0 if answer is None else max(self._against(answer, one) for one in golds))
         return rewards
+
+    def _against(self, answer: str, gold: Any) -> float:
+        if isinstance(gold, int | float) and not isinstance(gold, bool):
+            return float(number(answer) == gold)
+        gold = str(gold)
+        form: Callable[[str], str] = str.strip
+        if self.normalize:
+            form = normalize if normalize(gold) else lower
+        return self.compare(form(answer), form(gold))
 
 
 class ExactMatch(_Match):
@@ -94,6 +112,17 @@ class FuzzyMatch(_Match):
         return similarity if self.threshold is None else float(similarity >= self.threshold)
 
 
+def golds_of(gold: Any) -> list:
+    """The gold answers of a sample; none if it is null, or if there is a null among several."""
+    golds = gold if isinstance(gold, list) else [gold]
+    return [] if any(one is None or one != one for one in golds) else golds  # NaN is pandas' null
+
+
+def unreadable(gold: Any) -> BadReward:
+    """The error for a sample without a gold answer."""
+    return BadReward(f"cannot read the gold answer {gold!r}")
+
+
 def extract(text: str, pattern: str | None) -> str | None:
     """The last match of the pattern in the text, its first group if it has one; None if there is no match."""
     if pattern is None:
@@ -107,6 +136,20 @@ def extract(text: str, pattern: str | None) -> str | None:
 def normalize(text: str) -> str:
     """Lower case, no punctuation, no English articles, single spaces (SQuAD's evaluation script)."""
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def lower(text: str) -> str:
+    """The text without its case and the space around it."""
+    return text.strip().lower()
+
+
+def number(text: str) -> float | None:
+    """The number that a text is, without thousands commas and a last full stop; None if it is none."""
+    text = THOUSANDS.sub("", text.strip().removesuffix("."))
+    for kind in (int, float):  # an int in full: a float of it rounds
+        with suppress(ValueError):
+            return kind(text)
+    return None
 
 
 def word_f1(answer: list[str], gold: list[str]) -> float:

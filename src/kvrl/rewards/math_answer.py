@@ -16,6 +16,7 @@ from pydantic import Field, PrivateAttr
 from kvrl.errors import KvrlError
 from kvrl.rewards.base import Reward, require
 from kvrl.rewards.call import BadReward
+from kvrl.rewards.match import golds_of, unreadable
 
 
 class MathVerify(Reward):
@@ -63,7 +64,9 @@ class _Worker:
             return self._compare(gold, text)
 
     def _compare(self, gold: object, text: str) -> float | BadReward:
-        golds = [boxed(str(one)) for one in (gold if isinstance(gold, list) else [gold])]
+        golds = [boxed(str(one)) for one in golds_of(gold)]
+        if not golds:
+            return unreadable(gold)
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             self.process.stdin.write(json.dumps([golds, text]) + "\n")
@@ -76,7 +79,7 @@ class _Worker:
             self._start()
             return 0.0 if code == -signal.SIGPROF else BadReward(f"lost its process (exit code {code})")
         verdict = json.loads(line)
-        return BadReward(f"cannot read the gold answer {gold!r}") if verdict is None else float(verdict)
+        return unreadable(gold) if verdict is None else float(verdict)
 
     def _start(self) -> None:
         file = Path(__file__).with_name("math_worker.py")

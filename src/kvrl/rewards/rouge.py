@@ -8,6 +8,7 @@ import torch
 from pydantic import PrivateAttr
 
 from kvrl.rewards.base import Reward, require
+from kvrl.rewards.match import golds_of, unreadable
 
 
 class RougeL(Reward):
@@ -30,9 +31,8 @@ class RougeL(Reward):
         module = require("rouge_score.rouge_scorer", "rewards", self.name)
         self._scorer = module.RougeScorer(["rougeL"], use_stemmer=self.stemmer)
 
-    def __call__(self, completions: list[str], **columns: list) -> list[float]:
-        references = [one if isinstance(one, list) else [one] for one in columns[self.column]]
+    def __call__(self, completions: list[str], **columns: list) -> list:
         return [
-            max(self._scorer.score(reference, text)["rougeL"].fmeasure for reference in several)
-            for several, text in zip(references, completions, strict=True)
+            max((self._scorer.score(one, text)["rougeL"].fmeasure for one in golds_of(gold)), default=unreadable(gold))
+            for gold, text in zip(columns[self.column], completions, strict=True)
         ]
