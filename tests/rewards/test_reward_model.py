@@ -118,6 +118,47 @@ def test_what_is_no_reward_model_is_refused(tmp_path: Path, changes: dict[str, A
     assert "\n" not in str(refused.value)
 
 
+def corrupt(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"nothing")
+
+
+def cut_short(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"nothing")
+
+
+def larger(folder: Path) -> None:
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"intermediate_size": 32', '"intermediate_size": 48'))
+
+
+def no_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").write_text("{}")
+
+
+@pytest.mark.parametrize("breaks", [corrupt, cut_short, pickled, larger, no_tokenizer])
+def test_a_broken_checkpoint_is_one_line(tmp_path: Path, breaks: Any) -> None:
+    path = save(tmp_path)
+    breaks(tmp_path)
+    with pytest.raises(KvrlError, match=r"^reward\.funcs\.reward_model\.params\.path: .* cannot be loaded") as refused:
+        ready(path)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:99"])
+def test_a_device_that_there_is_not(tmp_path: Path, device: str) -> None:
+    with pytest.raises(
+        KvrlError, match=rf"reward_model\.params\.device: {device} cannot be used .*; give cpu"
+    ) as refused:
+        ready(save(tmp_path), device=device)
+    assert "\n" not in str(refused.value)
+
+
 def test_a_folder_that_is_missing(tmp_path: Path) -> None:
     with pytest.raises(KvrlError):
         ready(str(tmp_path / "nothing"))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PrivateAttr
+from safetensors import SafetensorError
 from torch import Tensor
 
 from kvrl.errors import KvrlError
 from kvrl.models.fetch import resolve_model
 from kvrl.rewards.base import Reward
+from kvrl.train.setup import first_line, load_tokenizer
 
 FIELD = "reward.funcs.reward_model"
 
@@ -47,8 +50,9 @@ class RewardModel(Reward):
         return ("prompts",)
 
     def prepare(self, device: torch.device) -> None:
+        place = device if self.device is None else usable(self.device)
         self._model, self._tokenizer = load(self.path, getattr(torch, self.dtype))
-        self._model.to(self.device or device)
+        self._model.to(place)
         self._pad = self._model.config.get_text_config().pad_token_id
 
     def check(self, columns: Mapping[str, list]) -> None:
@@ -83,17 +87,25 @@ class RewardModel(Reward):
         return ids[-limit:]
 
 
+def usable(device: str) -> torch.device:
+    """The device of that name. Errors: KvrlError for one that there is not."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, ImportError) as error:  # the last two if torch is built without it
+        raise KvrlError(f"{FIELD}.params.device: {device} cannot be used ({first_line(error)}); give cpu, or leave "
+                        "it out for the run's device") from error  # fmt: skip
+
+
 def load(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     """The model (loaded in eval mode) and its tokenizer. Errors: KvrlError for what is no reward model."""
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoModelForSequenceClassification
 
     folder = resolve_model(path, f"{FIELD}.params.path")
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise KvrlError(f"{FIELD}.params.path: {path} cannot be loaded as a reward model ({reason})") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        raise KvrlError(f"{FIELD}.params.path: {path} cannot be loaded as a reward model ({first_line(error)}); give a "
+                        "complete folder or hub name of one") from error  # fmt: skip
     if model.config.num_labels != 1:
         raise KvrlError(f"{FIELD}.params.path: {path} has num_labels {model.config.num_labels}, and a reward model "
                         "has 1; give a checkpoint with one output")  # fmt: skip
@@ -101,7 +113,7 @@ def load(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
         missing = ", ".join(sorted(info["missing_keys"])[:3])
         raise KvrlError(f"{FIELD}.params.path: {path} lacks the weights {missing}, which would be random; give a "
                         "checkpoint trained for sequence classification")  # fmt: skip
-    return model, tokenizer
+    return model, load_tokenizer(path, folder, f"{FIELD}.params.path")
 
 
 @torch.inference_mode()
