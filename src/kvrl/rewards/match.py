@@ -24,9 +24,9 @@ THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 class _Match(Reward):
     """A comparison of the completion's answer with one or several gold answers, of which the best counts.
 
-    A gold text is compared in normal form; one of which nothing is left there (`A`, `the`, `.`) as it is, but for case
-    and space around. A gold number is compared as one: 1 if the answer, without thousands commas and a last full stop,
-    is equal, else 0. A null, or an empty list, is an error.
+    A gold text is compared in normal form; one of which nothing is left there (`A`, `the`) keeps its articles, and one
+    of punctuation alone that too. A gold number is compared as one: 1 if the answer, without a dollar sign, thousands
+    commas and a last full stop, is equal, else 0. A null, or an empty list, is an error.
     """
 
     column: str = "answer"
@@ -68,9 +68,8 @@ class _Match(Reward):
         if isinstance(gold, int | float) and not isinstance(gold, bool):
             return float(number(answer) == gold)
         gold = str(gold)
-        form: Callable[[str], str] = str.strip
-        if self.normalize:
-            form = normalize if normalize(gold) else lower
+        forms = FORMS if self.normalize else [str.strip]
+        form = next((form for form in forms if form(gold)), str.strip)
         return self.compare(form(answer), form(gold))
 
 
@@ -138,14 +137,17 @@ def normalize(text: str) -> str:
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
-def lower(text: str) -> str:
-    """The text without its case and the space around it."""
-    return text.strip().lower()
+def with_articles(text: str) -> str:
+    """Lower case, no punctuation, single spaces."""
+    return " ".join(text.lower().translate(PUNCTUATION).split())
+
+
+FORMS: tuple[Callable[[str], str], ...] = (normalize, with_articles, str.strip)  # the first that leaves anything
 
 
 def number(text: str) -> float | None:
-    """The number that a text is, without thousands commas and a last full stop; None if it is none."""
-    text = THOUSANDS.sub("", text.strip().removesuffix("."))
+    """The number that a text is, without a dollar sign, thousands commas and a last full stop; None if it is none."""
+    text = THOUSANDS.sub("", text.strip().removesuffix(".").removeprefix("$"))
     for kind in (int, float):  # an int in full: a float of it rounds
         with suppress(ValueError):
             return kind(text)
