@@ -47,6 +47,25 @@ def test_the_configurations_own_folder_is_left_alone(tmp_path):
     assert {Path(c.output_dir).parts[:2] for c in compare.plan(args)} == {("runs", "compare")}
 
 
+@pytest.mark.parametrize("own", ["shadow_mask", "breadcrumbs"])  # the configuration's method
+def test_breadcrumbs_is_a_section_of_its_method_alone(tmp_path, own):
+    beacons = {"method": own, "cache": {"policy": "beacon", "params": {"every": 2}}}
+    args = arguments(tmp_path, "breadcrumbs,dense,shadow_mask", **beacons)
+    args.overrides.append(("breadcrumbs.student", "separate"))
+    configs = {config.method: config for config in compare.plan(args)}
+    assert {name: c.breadcrumbs.student for name, c in configs.items()} == {
+        "breadcrumbs": "separate", "dense": "same", "shadow_mask": "same"
+    }  # fmt: skip
+    assert compare.base_of(args).output_dir == str(tmp_path / "out")
+
+
+def test_breadcrumbs_fields_without_the_method_are_refused(tmp_path):
+    args = arguments(tmp_path, "dense", cache={"policy": "beacon", "params": {"every": 2}})
+    args.overrides.append(("breadcrumbs.student", "separate"))
+    with pytest.raises(KvrlError, match="breadcrumbs.student: has no meaning under method .*leave .* out"):
+        compare.plan(args)
+
+
 def test_an_output_dir_that_is_a_file_is_refused_before_the_first_start(tmp_path):
     (tmp_path / "out").write_text("")
     with pytest.raises(KvrlError, match="output_dir: .*out is a file"):

@@ -29,7 +29,7 @@ def run_compare(args: argparse.Namespace) -> None:
     makes it itself, alike for all methods by the seed: adapters do not go on from a folder.
     """
     configs = plan(args)
-    base = load_config(args.config, fields(args))
+    base = base_of(args)
     root = Path(base.output_dir)
     from kvrl.train.output import check_output_dir, make_output_dir
 
@@ -65,9 +65,15 @@ def fields(args: argparse.Namespace) -> list[tuple[str, str]]:
     return [("output_dir", OUTPUT_DIR), *args.overrides]
 
 
+def base_of(args: argparse.Namespace) -> Config:
+    """What all runs share; read under `breadcrumbs` if that is compared, as no other method may have its fields."""
+    own = [("method", "breadcrumbs")] if "breadcrumbs" in args.methods else []
+    return load_config(args.config, [*fields(args), *own])
+
+
 def plan(args: argparse.Namespace) -> list[Config]:
     """The configuration of every run, all checked before the first starts."""
-    base = load_config(args.config, fields(args))
+    base = base_of(args)
     check_table(base, args.methods)
     root = Path(base.output_dir)
     out = []
@@ -75,6 +81,8 @@ def plan(args: argparse.Namespace) -> list[Config]:
         for method in args.methods:
             own = [("method", method), ("seed", str(seed)), ("output_dir", str(root / method / f"seed-{seed}")),
                    ("overwrite_output_dir", "true")]  # fmt: skip
+            if method != "breadcrumbs":  # its section has no meaning there
+                own.append(("breadcrumbs", "{}"))
             if shares_starts(base):
                 own += [("model.path", str(start_folder(root, seed))), ("warm_start", "null")]
             out.append(load_config(args.config, [*fields(args), *own]))
