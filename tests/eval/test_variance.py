@@ -116,8 +116,8 @@ def test_prompts_of_a_task_for_a_trained_folder(capsys, tmp_path):
     (["--lengths", "29", "--budget", "24"], "evicts nothing before 30 tokens of some completion; raise --lengths"),
     (["--lengths", "8192"], "lower --lengths to at most 4054"),
     (["--task", "recurrence"], "--task: tiny is random and has no tokenizer"),
-    (["--output", "v.jpg"], "--output: v.jpg does not end in .png"),
-    (["--output", "none/v.png"], "--output: the folder none does not exist"),
+    (["--output", "v.jpg"], "--output: v.jpg does not end in .png, .pdf, .svg"),
+    (["--output", "none/v.png"], "--output: none/v.png cannot be written (No such file or directory)"),
     (["--model", "tiny:mistral", "--lengths", "40", "--n", "2"], "keeps its sliding windows alone"),
 ])  # fmt: skip
 def test_mistakes(capsys, flags, message):

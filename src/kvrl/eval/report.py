@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
+from kvrl.errors import KvrlError
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+FIGURES = (".png", ".pdf", ".svg")
 WIDTH = 120  # of a line in a log file or a pipe, which have no width of their own
 
 
@@ -49,6 +52,21 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(inner) for inner in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_figure(path: Path) -> None:
+    """Raise KvrlError for an --output that could not be written, before the work is done."""
+    if path.suffix.lower() not in FIGURES:
+        raise KvrlError(f"--output: {path} does not end in {', '.join(FIGURES)}; give the path of a figure")
+    there = path.exists()
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise KvrlError(
+            f"--output: {path} cannot be written ({error.strerror}); give a file in a folder that exists and is yours"
+        ) from None
+    if not there:
+        path.unlink()
 
 
 def decoding_name(budget: str) -> str:

@@ -21,7 +21,7 @@ from kvrl.attention.probe import text_config
 from kvrl.cache.config import CacheConfig
 from kvrl.errors import KvrlError
 from kvrl.eval.parity import cache_of, subjects
-from kvrl.eval.report import to_json
+from kvrl.eval.report import check_figure, to_json
 from kvrl.eval.variance_plot import plot
 from kvrl.learner import logprobs, sampler_logprobs
 from kvrl.models.fetch import resolve_model
@@ -60,7 +60,7 @@ class Spread:
 
 def run_variance(args: argparse.Namespace) -> None:
     """`kvrl variance`: sample, score every prefix, print the table (or JSON alone), write the plot."""
-    check_output(Path(args.output))
+    check_figure(Path(args.output))
     if args.n < 2:
         raise KvrlError(f"--n: {args.n} is below 2, and a spread needs two samples; raise --n to at least 2")
     name, model, prompts, cache = load(args)
@@ -78,13 +78,14 @@ def run_variance(args: argparse.Namespace) -> None:
         "samples": len(rollouts), "seed": args.seed, "evictions_per_sample": evictions,
         "rows": [asdict(row) for row in rows],
     }  # fmt: skip
-    plot(Path(args.output), rows, title(result), len(rollouts))
     if args.json:
         print(to_json(result, indent=2))
     else:
         print(f"log-ratio of whole sequences, learner against sampler, nats: {title(result)}")
         print(table(rows))
         print("ESS: effective share of the sequences. d: mean ratio^2 of a token, less 1. bound: (1 + d)^length - 1")
+    plot(Path(args.output), rows, title(result), len(rollouts))
+    if not args.json:
         print(f"plot: {args.output}")
 
 
@@ -123,14 +124,6 @@ def task_prompts(args: argparse.Namespace) -> list[list[int]]:
     tokenizer = AutoTokenizer.from_pretrained(resolve_model(args.model, "--model"))
     rows = get_task(args.task, **args.task_params).rows("eval", args.n, args.seed)
     return [encode_prompt(tokenizer, row["prompt"]) for row in rows]
-
-
-def check_output(path: Path) -> None:
-    """Raise KvrlError for a plot that could not be written, before the work is done."""
-    if path.suffix.lower() != ".png":
-        raise KvrlError(f"--output: {path} does not end in .png; give the path of a PNG file")
-    if not path.parent.is_dir():
-        raise KvrlError(f"--output: the folder {path.parent} does not exist; make it, or give another path")
 
 
 def sample(
