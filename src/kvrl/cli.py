@@ -205,7 +205,7 @@ def _add_curve(parser: argparse.ArgumentParser) -> None:
     curve = parser.add_argument_group("accuracy against cache size")
     text = "beacons at each window beside policies at matching sizes: a curve of each, and accuracies at a fixed memory"
     curve.add_argument("--curve", action="store_true", help=text)
-    text = "the uncompressed policy, on which the baselines run (default: MODEL, or its run's teacher)"
+    text = "the uncompressed policy, on which the baselines run (default: MODEL, or what taught it in its run)"
     curve.add_argument("--teacher", default=None, metavar="FOLDER", help=text)
     text = "further models with beacons; those of one name are one curve"
     curve.add_argument("--others", nargs="+", default=None, metavar="NAME=FOLDER", help=text)

@@ -12,6 +12,7 @@ import kvrl
 from kvrl.cache.config import CacheConfig
 from kvrl.cli import main
 from kvrl.eval.curve import Cell, Curve, Decoder, Point, at_size, measure, under_limit
+from kvrl.eval.report import check_figure
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from kvrl.sampler.config import SamplingConfig
 from kvrl.train.checkpoint import save_model
@@ -144,11 +145,12 @@ def test_the_command(folders, capsys, tmp_path):
     assert list(printed["memory"]["decodings"]) == [
         "uncompressed", "beacons c=2", "beacons c=4", "single c=4", "recent"
     ]  # fmt: skip
-    assert printed["full"]["decoding"] == "full" and printed["problems"] == 3
+    assert printed["full"]["decoding"] == "full" and printed["problems"] == 3 and printed["uncompressed"] == none
     assert (tmp_path / "curve.png").stat().st_size > 10_000
     assert main(["eval", two, *SHORT, "--curve", "--every", "4", "--baselines", "recent", "--limits", "8,16"]) == 0
-    shown = capsys.readouterr().out
+    shown, said = capsys.readouterr()
     assert "c=4" in shown and "c=2" not in shown and "uncompressed" in shown
+    assert f"uncompressed: {two}" in said  # of no run: the model itself
 
 
 @pytest.mark.parametrize(("name", "flags", "message"), [
@@ -159,20 +161,41 @@ def test_the_command(folders, capsys, tmp_path):
     ("two", ["--curve", "--baselines", "dense"], "--baselines: dense is no training-free policy"),
     ("two", ["--curve", "--every", "3"], "--every: 3 is not one of the 2, 4 that the model was trained with"),
     ("two", ["--curve", "--others", "x"], "--others: x is not NAME=FOLDER"),
-    ("two", ["--curve", "--others", "beacons=x"], "--others: beacons is the curve of MODEL"),
+    ("two", ["--curve", "--others", "beacons=x"], "--others: beacons names another curve (beacons, uncompressed, tru"),
+    ("two", ["--curve", "--others", "truncated=x"], "--others: truncated names another curve"),
+    ("two", ["--curve", "--others", "uncompressed=x"], "--others: uncompressed names another curve"),
+    ("two", ["--curve", "--baselines", "recent", "--others", "recent=x"], "--others: recent names another curve"),
+    ("two", ["--curve", "--others", "a={root}/one", "a={root}/two"], "--others: a has c=4 twice"),
+    ("one", ["--curve", "--output", "{root}/no/such.png"], "such.png cannot be written (No such file or directory)"),
+    ("one", ["--curve", "--output", "{root}"], "does not end in .png, .pdf, .svg"),
+    ("one", ["--curve", "--output", "{root}/curve.xyz"], "curve.xyz does not end in .png, .pdf, .svg"),
     ("two", ["--curve", "--others", "x={root}/other"], "has other tokens than MODEL"),
     ("two", ["--curve", "--teacher", "{root}/other"], "has other tokens than MODEL"),
     ("two", ["--curve", "--max_completion_length", "3"], "--every: 4 is over --max_completion_length (3)"),
     ("none", ["--curve"], "beacon needs a model that has a beacon"),
 ])  # fmt: skip
-def test_mistakes(folders, capsys, name, flags, message):
+def test_mistakes(folders, capsys, monkeypatch, name, flags, message):
+    """Told before anything is decoded."""
+    monkeypatch.setattr(Decoder, "__call__", lambda *_: pytest.fail("decoded"))
     flags = [flag.format(root=folders) for flag in flags]
     assert main(["eval", str(folders / name), *SHORT, *flags]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
 
 
-def test_a_figure_that_cannot_be_written(folders, capsys):
-    flags = ["--curve", "--baselines", "recent", "--output", str(folders / "no" / "such.png")]
-    assert main(["eval", str(folders / "one"), *SHORT, *flags]) == 2
-    assert "--output:" in capsys.readouterr().err
+def test_numbers_are_printed_before_the_figure_is_drawn(folders, capsys, monkeypatch, tmp_path):
+    def full_disk(*_):
+        raise OSError("no space")
+
+    monkeypatch.setattr("kvrl.eval.curve_plot.plot", full_disk)
+    flags = ["--curve", "--baselines", "recent", "--window", "2", "--sinks", "1", "--json"]
+    with pytest.raises(OSError, match="no space"):
+        main(["eval", str(folders / "one"), *SHORT, *flags, "--output", str(tmp_path / "curve.png")])
+    assert json.loads(capsys.readouterr().out)["problems"] == 3
+
+
+def test_a_file_that_is_there_is_left_until_the_figure_is(tmp_path):
+    (tmp_path / "old.png").write_text("old")
+    for name in ("old.png", "new.PDF"):
+        check_figure(tmp_path / name)
+    assert [(f.name, f.read_text()) for f in tmp_path.iterdir()] == [("old.png", "old")]

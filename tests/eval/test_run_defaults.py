@@ -6,12 +6,15 @@ import json
 
 import pytest
 
+import kvrl
 from kvrl.cli import build_parser, main
+from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import Evaluation, evaluation_table, idle_budgets
-from kvrl.eval.run_defaults import settings_of
-from kvrl.models.tiny import make_tiny
+from kvrl.eval.run_defaults import settings_of, uncompressed_of
+from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer, make_tiny
 from kvrl.tasks import get_task
-from runs import make_config
+from kvrl.train.checkpoint import save_model
+from runs import make_beacon_config, make_config
 
 
 @pytest.fixture
@@ -86,3 +89,89 @@ def test_the_table_shows_buffer_and_evictions():
     table = evaluation_table([result("24", 8, 1.5, 9), result("full", None, 0.0, 9)], "")
     cells = {column.header: list(column.cells) for column in table.columns}
     assert cells["budget + buffer"] == ["24 + 8", "full"] and cells["evictions"] == ["1.5", "0.0"]
+
+
+def folder_of(root, **changes) -> str:
+    """The model's folder of a run with beacons, without weights."""
+    (root / "model").mkdir(parents=True)
+    (root / "config.json").write_text(make_beacon_config(root, **changes).model_dump_json())
+    return str(root / "model")
+
+
+SEPARATE = {"method": "breadcrumbs", "breadcrumbs": {"student": "separate", "rl": False, "teacher": "start"}}
+BY_START = {"method": "breadcrumbs", "breadcrumbs": {"rl": False, "teacher": "start"}}
+
+
+def test_the_uncompressed_policy_of_every_recipe(tmp_path):
+    """What kept its skill without beacons while `model` learnt to read them."""
+    student = folder_of(tmp_path / "student", **SEPARATE)
+    teacher = str(tmp_path / "student" / "teacher")
+    assert uncompressed_of(student) == teacher and uncompressed_of(teacher) == teacher
+    start = {"path": student}
+    went_on = folder_of(tmp_path / "went_on", model=start, warm_start=None)  # by shadow_mask, with beacons alone
+    again = folder_of(tmp_path / "again", model={"path": went_on}, warm_start=None, lora={"r": 2})
+    assert uncompressed_of(went_on) == uncompressed_of(again) == teacher
+    for name, changes in {
+        "scratch": {},
+        "joint": {"method": "breadcrumbs"},
+        "live": {"method": "breadcrumbs", "breadcrumbs": {"rl": False}, "model": start},
+        "rewards": {"method": "breadcrumbs", "breadcrumbs": {"teacher": "start"}, "model": start},
+        "dense": {"method": "dense", "model": start},
+    }.items():
+        model = folder_of(tmp_path / name, warm_start=None, **changes)
+        assert uncompressed_of(model) == model
+    for lora in (None, {"r": 2}):
+        model = folder_of(
+            tmp_path / f"start{lora}", **BY_START, model={"path": "somewhere"}, warm_start=None, lora=lora
+        )
+        assert uncompressed_of(model) == "somewhere"
+    assert uncompressed_of("nowhere") == "nowhere"
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"model": {"path": "tiny"}, "warm_start": None}, "--teacher: .*model.path tiny.*, in no folder; name a folder"),
+    ({"model": {"path": "somewhere"}}, "--teacher: .*model.path somewhere, warm_start.*, in no folder; name a folder"),
+])  # fmt: skip
+def test_a_start_that_taught_and_is_in_no_folder(tmp_path, capsys, changes, message):
+    model = folder_of(tmp_path / "run", **BY_START, **changes)
+    with pytest.raises(KvrlError, match=message):
+        uncompressed_of(model)
+    assert main(["eval", model, "--curve"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("flags", "names"), [
+    (["--every", "2", "--budgets", "full"], ["c=2", "full"]),
+    (["--policy", "recent", "--budgets", "12,full", "--buffer", "2"], ["12", "full"]),
+    (["--policy", "dense"], ["full"]),
+])  # fmt: skip
+def test_without_beacons_a_separate_students_teacher_decodes(tmp_path, capsys, flags, names):
+    folder = tmp_path / "run"
+    model = folder_of(folder, **SEPARATE)
+    for name, seed in (("model", 0), ("teacher", 1)):
+        tokenizer = build_tiny_tokenizer(get_task("recurrence").vocab)
+        lm = build_tiny_model(tokenizer, seed)
+        kvrl.add_beacon(lm, tokenizer, every=[2, 3])
+        save_model(folder / name, lm, tokenizer)
+
+    def decoded(name):
+        assert main(["eval", str(folder / name), "--n", "4", *flags, "--json"]) == 0
+        out, err = capsys.readouterr()
+        return [(r["budget"], r["held_entries"]) for r in json.loads(out)["results"]], err
+
+    (theirs, silent), (ours, said) = decoded("teacher"), decoded("model")
+    assert [budget for budget, _ in ours] == names and "its teacher decodes" not in silent
+    assert [row in theirs for row in ours] == [name != "c=2" for name in names]
+    assert f"{model} is a separate student: without beacons its teacher decodes, {folder / 'teacher'}" in said
+
+
+def test_a_students_beacons_alone_need_no_teacher(tmp_path, capsys):
+    model = folder_of(tmp_path / "run", **SEPARATE)
+    tokenizer = build_tiny_tokenizer(get_task("recurrence").vocab)
+    lm = build_tiny_model(tokenizer, 0)
+    kvrl.add_beacon(lm, tokenizer, every=[2, 3])
+    save_model(tmp_path / "run" / "model", lm, tokenizer)
+    assert main(["eval", model, "--n", "2", "--json"]) == 0
+    assert "teacher" not in capsys.readouterr().err
+    assert main(["eval", model, "--n", "2", "--budgets", "full"]) == 2
+    assert "the run's teacher: " in capsys.readouterr().err.splitlines()[-1]

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 
 from kvrl.cache.config import CacheConfig
 from kvrl.errors import KvrlError
-from kvrl.eval.evaluate import Evaluation, evaluate, idle_budgets, points
+from kvrl.eval.evaluate import Evaluation, evaluate, idle_budgets, points, teacher_for
+from kvrl.eval.models import load
 from kvrl.eval.report import decoding_name, to_json
 from kvrl.sampler.config import SamplingConfig
 from kvrl.tasks import get_task
@@ -107,14 +107,16 @@ def evaluate_sets(
     seed: int,
     slots: int,
     say: Any = print,
+    teacher: torch.nn.Module | None = None,
 ) -> list[SetResult]:
-    """One set after the other, `n` problems of each at most (None: all), drawn by the seed."""
+    """One set after the other, `n` problems of each at most (None: all), drawn by the seed. teacher: see `evaluate`."""
     results = []
     for name, task in sets:
         problems = len(task.eval_rows) if n is None else min(n, len(task.eval_rows))
         evaluations = evaluate(
-            model, tokenizer, task, cache=cache, budgets=budgets, sampling=sampling, n=problems, seed=seed, slots=slots
-        )
+            model, tokenizer, task, cache=cache, budgets=budgets, sampling=sampling, n=problems, seed=seed,
+            slots=slots, teacher=teacher,
+        )  # fmt: skip
         results.append(SetResult(name, problems, evaluations))
         accuracies = ", ".join(f"{e.budget} {e.accuracy:.3f}" for e in evaluations)
         say(f"{name}: {problems} problems, {accuracies}")
@@ -164,16 +166,14 @@ def run_benchmark(
     args: argparse.Namespace, cache: CacheConfig, sampling: SamplingConfig, sets: Sequence[tuple[str, MathProblems]]
 ) -> None:
     """`kvrl eval MODEL --benchmark NAME`."""
-    from kvrl.train.setup import load_model
-
     math_scorer()  # a missing package is told now
-    model, tokenizer = load_model(args.model, args.dtype, field="MODEL")
-    model.to(Accelerator().device)
+    model, tokenizer = load(args.model, args.dtype, "MODEL")
+    teacher = teacher_for(args, cache, tokenizer)
     with torch.no_grad():
         results = evaluate_sets(
             model, tokenizer, sets, cache=cache, budgets=points(args.budgets, cache, model), sampling=sampling,
-            n=args.n, seed=args.seed,
-            slots=args.slots or 128, say=Console(stderr=True, highlight=False).print,
+            n=args.n, seed=args.seed, slots=args.slots or 128, say=Console(stderr=True, highlight=False).print,
+            teacher=teacher,
         )  # fmt: skip
     if args.json:
         sets_json = {r.name: {"problems": r.problems, "results": [asdict(e) for e in r.evaluations]} for r in results}

@@ -8,20 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from kvrl.beacons.config import beacons_for
-from kvrl.beacons.model import NAME
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
-from kvrl.eval.curve import Curve, Decoder, Point, measure
+from kvrl.eval.curve import TRUNCATED, UNCOMPRESSED, Curve, Decoder, Point, measure
 from kvrl.eval.evaluate import held_out
-from kvrl.eval.report import to_json, widened
-from kvrl.eval.run_defaults import settings_of, teacher_of
+from kvrl.eval.models import load, load_other
+from kvrl.eval.report import check_figure, to_json, widened
+from kvrl.eval.run_defaults import settings_of, uncompressed_of
 from kvrl.progress import sampling_bar
 from kvrl.sampler.config import SamplingConfig
 from kvrl.tasks import get_task
@@ -59,28 +58,35 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def run_curve(args: argparse.Namespace) -> None:
     """The whole command. Whatever can be wrong is told before anything is decoded."""
+    if args.output is not None:
+        check_figure(Path(args.output))
     held = {name: getattr(args, name) for name in ("window", "sinks") if getattr(args, name) is not None}
     held |= {"buffer": args.buffer or BUFFER, "protect_prompt": args.protect_prompt}
     args.policy, args.buffer, args.window, args.sinks = "beacon", None, None, None
     cache, sampling, taken = settings_of(args)
     cache = CacheConfig(policy="beacon", params=cache.params)
     baselines = {name: baseline(name, held) for name in args.baselines or BASELINES}
+    others = [named(text, [FIRST, UNCOMPRESSED, TRUNCATED, *baselines]) for text in args.others or []]
     if args.task is None:
         raise KvrlError(f"--task: is missing, and {args.model} is not the model of a run; set --task")
+    args.teacher = args.teacher or uncompressed_of(args.model)
     if taken is not None:
         print(taken, file=sys.stderr)
-    curve = measured(args, cache, sampling, baselines)
+    curve = measured(args, cache, sampling, baselines, others)
     heading = f"{args.model} on {args.task}"
-    if args.output is not None:
-        draw(Path(args.output), curve, heading)
     if args.json:
-        own = {"model": args.model, "task": args.task, "buffer": held["buffer"], "protect_prompt": args.protect_prompt}
+        own = {"model": args.model, UNCOMPRESSED: args.teacher, "task": args.task, "buffer": held["buffer"],
+               "protect_prompt": args.protect_prompt}  # fmt: skip
         print(to_json({**own, **curve.as_json()}, indent=2))
     else:
         console = widened(Console())
-        console.print(curve_table(curve, heading))
+        console.print(curve_table(curve, heading, args.teacher))
         console.print(memory_table(curve))
         console.print(text_table(curve))
+    if args.output is not None:
+        from kvrl.eval.curve_plot import plot
+
+        plot(Path(args.output), curve, heading)
 
 
 def baseline(name: str, held: dict[str, Any]) -> CacheConfig:
@@ -96,21 +102,25 @@ def baseline(name: str, held: dict[str, Any]) -> CacheConfig:
 
 
 def measured(
-    args: argparse.Namespace, cache: CacheConfig, sampling: SamplingConfig, baselines: dict[str, CacheConfig]
-) -> Curve:
+    args: argparse.Namespace, cache: CacheConfig, sampling: SamplingConfig, baselines: dict[str, CacheConfig],
+    others: list[tuple[str, str]],
+) -> Curve:  # fmt: skip
     """Load the models and decode everything."""
     n = 256 if args.n is None else args.n
     task = get_task(args.task, **args.task_params)
     model, tokenizer = load(args.model, args.dtype, "MODEL")
     windows = beacons_for(cache, model)
-    path = args.teacher or teacher_of(args.model)
-    teacher = model if path is None else load_other(path, args.dtype, "--teacher", tokenizer)
+    same = args.teacher == args.model
+    teacher = model if same else load_other(args.teacher, args.dtype, "--teacher", tokenizer)
     beacons: dict[str, list[tuple[nn.Module, CacheConfig]]] = {FIRST: [(model, cache)]}
-    for text in args.others or []:
-        name, folder = named(text)
+    drawn: set[tuple[str, int]] = set()
+    for name, folder in others:
         other = load_other(folder, args.dtype, "--others", tokenizer)
         own = CacheConfig(policy="beacon")
-        beacons_for(own, other)
+        for c in beacons_for(own, other).every:
+            if (name, c) in drawn:
+                raise KvrlError(f"--others: {name} has c={c} twice, again of {folder}; give that model another name")
+            drawn.add((name, c))
         beacons.setdefault(name, []).append((other, own))
     rows, prompts = held_out(tokenizer, task, PromptLimits([]), n, args.seed)
     if windows.every[-1] > sampling.max_completion_length:
@@ -118,54 +128,28 @@ def measured(
             f"--every: {windows.every[-1]} is over --max_completion_length ({sampling.max_completion_length}), so no "
             "window would ever close; raise that, or choose windows by --every"
         )
+    print(f"{UNCOMPRESSED}: {args.teacher}", file=sys.stderr)
     with torch.no_grad(), sampling_bar(Console(stderr=True)) as on_step:
         decoder = Decoder(task, tokenizer, rows, prompts, sampling, args.seed, args.slots or min(128, n), on_step)
         return measure(decoder, beacons, teacher, baselines, args.limits)
 
 
-def load(path: str, dtype: str, field: str) -> tuple[nn.Module, Any]:
-    """A model on this machine's device, and its tokenizer."""
-    from kvrl.train.setup import load_model
-
-    model, tokenizer = load_model(path, dtype, field=field)
-    return model.to(Accelerator().device), tokenizer
-
-
-def load_other(path: str, dtype: str, field: str, tokenizer: Any) -> nn.Module:
-    """A further model. KvrlError for one that reads other tokens."""
-    model, own = load(path, dtype, field)
-    ours, theirs = ({k: v for k, v in t.get_vocab().items() if k != NAME} for t in (tokenizer, own))
-    if ours != theirs:
-        raise KvrlError(f"{field}: {path} has other tokens than MODEL; compare models of one tokenizer")
-    return model
-
-
-def named(text: str) -> tuple[str, str]:
-    """`single=runs/c4/model` as name and folder."""
+def named(text: str, taken: list[str]) -> tuple[str, str]:
+    """`single=runs/c4/model` as name and folder. KvrlError for a name that another curve has."""
     name, equals, folder = text.partition("=")
     if not (name and equals and folder):
         raise KvrlError(f"--others: {text} is not NAME=FOLDER, such as single=runs/c4/model; write it so")
-    if name == FIRST:
-        raise KvrlError(f"--others: {name} is the curve of MODEL; give another name")
+    if name in taken:
+        raise KvrlError(f"--others: {name} names another curve ({', '.join(taken)}); give another name")
     return name, folder
 
 
-def draw(path: Path, curve: Curve, heading: str) -> None:
-    """Write the figure. KvrlError if the file cannot be written."""
-    from kvrl.eval.curve_plot import plot
-
-    try:
-        plot(path, curve, heading)
-    except (OSError, ValueError) as error:  # an unknown suffix is a ValueError of matplotlib's
-        raise KvrlError(f"--output: {path} cannot be written ({error}); give a file such as curve.png") from None
-
-
-def curve_table(curve: Curve, title: str) -> Table:
+def curve_table(curve: Curve, title: str, uncompressed: str) -> Table:
     """A row for each point, with the area under each method's curve."""
-    table = Table(title=f"{title}: {curve.problems} problems")
+    table = Table(title=f"{title}: {curve.problems} problems", caption=f"{UNCOMPRESSED}: {uncompressed}")
     for name in ("method", "decoding", "entries, mean", "most", "accuracy", "of full", "tokens", "cut off", "AUAC"):
         table.add_column(name, justify="left" if name == "method" else "right")
-    table.add_row("uncompressed", *cells(curve.full), "")
+    table.add_row(UNCOMPRESSED, *cells(curve.full), "")
     areas = curve.auac()
     for name, points in curve.methods.items():
         table.add_section()

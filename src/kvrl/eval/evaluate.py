@@ -9,7 +9,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from accelerate import Accelerator
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
@@ -18,8 +17,9 @@ from kvrl.beacons.config import beacons_for, decodings
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
+from kvrl.eval.models import load, load_other
 from kvrl.eval.report import to_json, widened
-from kvrl.eval.run_defaults import settings_of
+from kvrl.eval.run_defaults import settings_of, teacher_of
 from kvrl.progress import sampling_bar
 from kvrl.rewards.call import score
 from kvrl.sampler.config import SamplingConfig
@@ -66,10 +66,11 @@ def evaluate(
     slots: int,
     rollout: RolloutSettings | None = None,
     on_step: Callable[[Progress], None] | None = None,
+    teacher: nn.Module | None = None,
 ) -> list[Evaluation]:
     """Mean reward of one completion for each of n held-out problems, under each budget (`full`: the whole cache).
 
-    budgets: as `CacheConfig.at_budget` reads them.
+    budgets: as `CacheConfig.at_budget` reads them. teacher: decodes whatever has no beacons (None: the model does).
 
     rollout: the limits of prompts. A problem over one of them, or whose protected entries exceed one of the budgets,
     stops the evaluation (the default), or is left out under all budgets, so that all meet the same problems.
@@ -81,8 +82,8 @@ def evaluate(
     results = []
     for budget, chosen in zip(budgets, caches, strict=True):
         engine, rollouts, rewards = decode(
-            model, tokenizer, task, rows, prompts, cache=chosen, sampling=sampling, seed=seed, slots=slots,
-            rollout=settings, on_step=on_step,
+            model if teacher is None or chosen.is_beacon else teacher, tokenizer, task, rows, prompts, cache=chosen,
+            sampling=sampling, seed=seed, slots=slots, rollout=settings, on_step=on_step,
         )  # fmt: skip
         results.append(
             Evaluation(
@@ -195,6 +196,19 @@ def points(budgets: Sequence[int | str] | None, cache: CacheConfig, model: nn.Mo
     return [*decodings(own.every, own.schedule), *(budgets or [])]
 
 
+def teacher_for(args: argparse.Namespace, cache: CacheConfig, tokenizer: Any) -> nn.Module | None:
+    """The teacher of a separate student, where something is decoded without beacons; said on stderr.
+
+    The student never learnt to do without them, and its run decoded with its teacher.
+    """
+    path = teacher_of(args.model)
+    if path is None or (cache.is_beacon and "full" not in (args.budgets or [])):
+        return None
+    teacher = load_other(path, args.dtype, "the run's teacher", tokenizer)
+    print(f"{args.model} is a separate student: without beacons its teacher decodes, {path}", file=sys.stderr)
+    return teacher
+
+
 def run_eval(args: argparse.Namespace) -> None:
     """`kvrl eval`: one task, a curve, or a benchmark. Whatever can be wrong is told before a model is loaded."""
     from kvrl.eval.curve_command import check_flags, run_curve
@@ -227,17 +241,15 @@ def run_eval(args: argparse.Namespace) -> None:
         raise KvrlError(f"--task: is missing, and {args.model} is not the model of a run; set --task or --benchmark")
     if args.data_dir is not None:
         raise KvrlError("--data_dir: is the folder of a benchmark's files; for a task set --task_params '{path: FILE}'")
-    from kvrl.train.setup import load_model
-
     n = 256 if args.n is None else args.n
     task = get_task(args.task, **args.task_params)
     task.rows("eval", n, args.seed)
-    model, tokenizer = load_model(args.model, args.dtype, field="MODEL")
-    model.to(Accelerator().device)
+    model, tokenizer = load(args.model, args.dtype, "MODEL")
+    teacher = teacher_for(args, cache, tokenizer)
     with torch.no_grad(), sampling_bar(Console(stderr=True)) as on_step:
         results = evaluate(
             model, tokenizer, task, cache=cache, budgets=points(args.budgets, cache, model), sampling=sampling, n=n,
-            seed=args.seed, slots=args.slots or min(128, n), on_step=on_step,
+            seed=args.seed, slots=args.slots or min(128, n), on_step=on_step, teacher=teacher,
         )  # fmt: skip
     if (warning := idle_budgets(results)) is not None:
         print(warning, file=sys.stderr)

@@ -32,9 +32,45 @@ def run_of(model: str) -> dict[str, Any] | None:
 
 
 def teacher_of(model: str) -> str | None:
-    """The uncompressed policy beside a separate student of a run; None where one model is both."""
-    folder = Path(model).expanduser().resolve().parent / TEACHER
-    return str(folder) if run_of(model) is not None and folder.is_dir() else None
+    """The uncompressed policy beside a separate student of a run; None for any other model."""
+    run, folder = run_of(model), Path(model).expanduser().resolve()
+    if run is None or run["method"] != "breadcrumbs" or run["breadcrumbs"]["student"] != "separate":
+        return None
+    return None if folder.name == TEACHER else str(folder.parent / TEACHER)
+
+
+def uncompressed_of(model: str) -> str:
+    """The uncompressed policy whose skill the beacons of `model` are to keep.
+
+    A separate student's teacher, also of a student whose beacon policy alone went on learning; the start where it
+    taught and no reward did; the model itself otherwise. KvrlError for a start that is in no folder.
+    """
+    run = run_of(model)
+    if run is None or run["cache"]["policy"] != "beacon" or run["method"] == "dense":
+        return model
+    if run["method"] != "breadcrumbs":  # rollouts have beacons: what they started from was taught by its own teacher
+        start = run["model"]["path"]
+        found = uncompressed_of(start)
+        return model if found == start else found
+    if taught_by_start(run):
+        check_start(run, "--teacher", f"name a folder of it, or {model} for its own weights without beacons")
+        return run["model"]["path"]
+    return teacher_of(model) or model
+
+
+def taught_by_start(run: dict[str, Any]) -> bool:
+    """Whether a run's model learnt beacons from the model that it started from, and nothing without them."""
+    own = run["breadcrumbs"]
+    return run["method"] == "breadcrumbs" and (own["student"], own["teacher"], own["rl"]) == ("same", "start", False)
+
+
+def check_start(run: dict[str, Any], field: str, remedy: str) -> None:
+    """Raise KvrlError for a run whose start cannot be loaded again."""
+    if run["warm_start"] is not None or run["model"]["path"] == "tiny":
+        raise KvrlError(
+            f"{field}: the start taught (breadcrumbs.teacher start), and it was made by the run (model.path "
+            f"{run['model']['path']}{'' if run['warm_start'] is None else ', warm_start'}), in no folder; {remedy}"
+        )
 
 
 def settings_of(args: argparse.Namespace) -> tuple[CacheConfig, SamplingConfig, str | None]:
