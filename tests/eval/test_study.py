@@ -19,7 +19,7 @@ from kvrl.errors import KvrlError
 from kvrl.eval import study_report
 from kvrl.eval.curve_report import curve_tables
 from kvrl.eval.interval import interval, shown
-from kvrl.eval.study import Outcome, Runner, Study, prepare_report
+from kvrl.eval.study import Outcome, Runner, Study, is_curve_of, prepare_report
 from kvrl.train.setup import load_model
 from runs import make_config
 
@@ -153,8 +153,8 @@ def test_a_start_has_no_beacon_as_runs_differ_in_theirs(tmp_path):
     assert config.model.path == made.config("a", {}, 0).model.path
 
 
-def test_a_curve_is_measured_once_and_again_after_another_training(tmp_path, monkeypatch):
-    made = runner(tmp_path, overrides=FIELDS, curve={"baselines": ["tova"], "protect_prompt": True})
+def commands(made, monkeypatch) -> list[tuple[str, ...]]:
+    """The commands that the runner gives, which leave what those of variant `a`, seed 0, would."""
     config = made.config("a", {}, 0)
     folder = Path(config.output_dir)
     calls = []
@@ -168,18 +168,94 @@ def test_a_curve_is_measured_once_and_again_after_another_training(tmp_path, mon
             (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
             (folder / "summary.json").write_text("{}")
             (folder / "config.json").write_text(config.model_dump_json(indent=2))
-        return '{"full": 1}'
+        if "--curve" in arguments:
+            names = arguments[arguments.index("--baselines") + 1].split(",")
+            methods = {name: {} for name in ("beacons", *names, "truncated")}
+            return json.dumps({"methods": methods, "protect_prompt": "--protect_prompt" in arguments,
+                               "uncompressed": arguments[1]})  # fmt: skip
+        return json.dumps({"results": [{"accuracy": len(calls)}]})
 
     monkeypatch.setattr(made, "kvrl", kvrl)
+    return calls
+
+
+def test_a_curve_is_measured_once_and_again_after_another_training(tmp_path, monkeypatch):
+    made = runner(tmp_path, overrides=FIELDS, curve={"baselines": ["tova"], "protect_prompt": True})
+    config = made.config("a", {}, 0)
+    folder = Path(config.output_dir)
+    calls = commands(made, monkeypatch)
     for _ in range(2):
         found = made.outcome(config)
-    assert [c[0] for c in calls] == ["train", "eval"] and found.curve == {"full": 1}
+    assert [c[0] for c in calls] == ["train", "eval"] and list(found.curve["methods"]) == [
+        "beacons",
+        "tova",
+        "truncated",
+    ]
     assert found.compressed == pytest.approx(0.4) and found.full == 0.9
     assert calls[1][1] == str(folder / "model") and "--protect_prompt" in calls[1]
     assert made.outcome(config, curve=False).curve is None
     (folder / "summary.json").unlink()  # it must be trained anew
     made.outcome(config)
     assert [c[0] for c in calls] == ["train", "eval"] * 2
+
+
+@pytest.mark.parametrize(("settings", "again"), [
+    ({"baselines": ["tova", "recent"]}, 0),
+    ({"baselines": ["recent", "tova"]}, 0),  # the same ones
+    ({"baselines": ["tova"]}, 1),
+    ({"baselines": ["tova", "recent", "rkv"]}, 1),
+    ({"baselines": ["tova", "recent"], "protect_prompt": True}, 1),
+])  # fmt: skip
+def test_a_curve_of_other_settings_is_measured_again(tmp_path, monkeypatch, settings, again):
+    for curve, count in (({"baselines": ["tova", "recent"]}, 2), (settings, again)):
+        made = runner(tmp_path, overrides=FIELDS, curve=curve)
+        calls = commands(made, monkeypatch)
+        made.outcome(made.config("a", {}, 0))
+        assert len(calls) == count
+
+
+def test_a_curve_that_does_not_say_its_uncompressed_policy_had_the_one_beside_the_model(tmp_path, monkeypatch):
+    """Of the model itself it is kept; `b` went on by shadow_mask from a student, whose teacher is the policy."""
+    apart = {"method": "breadcrumbs", "breadcrumbs.student": "separate", **FIELDS}
+    made = runner(tmp_path, variants={"a": {"overrides": apart}, "b": {"overrides": FIELDS, "start": "a"}}, curve={})
+    settings = made.study.curve
+    old = {"methods": {"beacons": {}, "tova": {}, "streaming": {}, "truncated": {}}, "protect_prompt": False}
+    folders = [Path(made.config(name, {}, 0).output_dir) for name in "ab"]
+    for name, folder in zip("ab", folders, strict=True):
+        (folder / "model").mkdir(parents=True)
+        (folder / "config.json").write_text(made.config(name, {}, 0).model_dump_json())
+    a, b = (str(folder / "model") for folder in folders)
+    teacher = str(folders[0] / "teacher")
+    assert is_curve_of(old, settings, a) and is_curve_of({**old, "uncompressed": teacher}, settings, a)
+    assert not is_curve_of(old, settings, b) and is_curve_of({**old, "uncompressed": teacher}, settings, b)
+    assert not is_curve_of({**old, "uncompressed": a}, settings, a)
+
+
+def test_a_decoding_of_other_settings_is_measured_again(tmp_path, monkeypatch):
+    def decoded(count, **decoding) -> float:
+        made = runner(tmp_path, decodings={"d": decoding})
+        calls = commands(made, monkeypatch)
+        found = made.outcome(made.config("a", {}, 0)).decoded["d"]
+        assert len(calls) == count
+        return found
+
+    first = {"policy": "recent", "params": {"budget": 13, "buffer": 2}}
+    assert decoded(2, **first) == 2  # trained, then decoded by the second command
+    assert decoded(0, **first) == 2
+    for params in ({"budget": 14, "buffer": 2}, {"budget": 13, "buffer": 3}, {"budget": 13, "buffer": 2, "sinks": 1}):
+        assert decoded(1, policy="recent", params=params) == 1
+    assert decoded(1, policy="tova", params=first["params"]) == 1
+
+
+def test_a_variant_whose_start_taught_needs_a_folder_of_it_for_a_curve(tmp_path):
+    """A start that the study makes is one; under LoRA a run makes its own."""
+    taught = {"method": "breadcrumbs", "breadcrumbs": {"rl": False, "teacher": "start"}, **FIELDS}
+    lora = {**taught, "lora.r": 2}
+    runner(tmp_path, overrides=taught, curve={}).check()
+    with pytest.raises(KvrlError, match="variants.a.curve: the start taught .* set curve to false for it"):
+        runner(tmp_path, overrides=lora, curve={}).check()
+    runner(tmp_path, overrides=lora, variants={"a": {"curve": False}}, curve={}).check()
+    runner(tmp_path, overrides=lora).check()
 
 
 def curve_of(full, kept, area, tova):

@@ -24,9 +24,12 @@ from typing import Any
 from rich.console import Console
 
 from kvrl.errors import KvrlError
+from kvrl.eval.curve import TRUNCATED
+from kvrl.eval.curve_command import FIRST
 from kvrl.eval.report import read_metrics
+from kvrl.eval.run_defaults import check_start, taught_by_start, teacher_of, uncompressed_of
 from kvrl.eval.starts import START, ensure_start, finished, shares_starts, start_folder
-from kvrl.eval.study_file import Score, Study, Values
+from kvrl.eval.study_file import CurveSettings, Score, Study, Values
 from kvrl.train.config import Config, load_config
 from kvrl.train.config_file import read_config
 
@@ -194,8 +197,8 @@ class Runner:
             common = {} if tuning is None else tuning.grid
             for key, values in {**common, **variant.grid}.items():
                 for value in values:
-                    self.check_budgets(self.config(name, {key: value}, self.study.seeds[0]))
-            self.check_budgets(self.config(name, {}, self.study.seeds[0]))
+                    self.check_measures(name, {key: value})
+            self.check_measures(name, {})
         if tuning is not None and (both := set(tuning.seeds) & set(self.study.seeds)):
             raise KvrlError(f"tuning.seeds: {min(both)} is also reported; tune on seeds that are not")
 
@@ -211,6 +214,14 @@ class Runner:
                     f"({', '.join(earlier) or 'there is none'}); name one of them"
                 )
             earlier.append(name)
+
+    def check_measures(self, name: str, values: Values) -> None:
+        """Raise KvrlError for a run that the tables cannot show."""
+        config = self.config(name, values, self.study.seeds[0])
+        self.check_budgets(config)
+        run = config.model_dump()
+        if self.study.curve is not None and self.study.variants[name].curve and taught_by_start(run):
+            check_start(run, f"variants.{name}.curve", "set curve to false for it")
 
     def check_budgets(self, config: Config) -> None:
         """A study's table has one compressed decoding, or those of beacons, and a full one for each run."""
@@ -253,29 +264,31 @@ class Runner:
         """Accuracy against cache size of a trained model."""
         folder, settings = Path(config.output_dir), self.study.curve
         assert settings is not None
-        file = folder / "curve.json"
-        if not file.is_file():
+        file, model = folder / "curve.json", str(folder / "model")
+        if not (file.is_file() and is_curve_of(json.loads(file.read_text()), settings, model)):
             flags = ["--baselines", ",".join(settings.baselines), "--n", str(config.eval.n), "--seed",
                      str(config.eval.seed), *(["--protect_prompt"] if settings.protect_prompt else []),
                      "--output", str(folder / "curve.png")]  # fmt: skip
-            file.write_text(self.kvrl(folder / "log.txt", "eval", str(folder / "model"), "--curve", *flags, "--json"))
+            file.write_text(self.kvrl(folder / "log.txt", "eval", model, "--curve", *flags, "--json"))
         return json.loads(file.read_text())
 
     def decode(self, config: Config, name: str) -> float:
         """Accuracy of a trained model under one of the study's decodings."""
         folder, decoding = Path(config.output_dir), self.study.decodings[name]
         file = folder / f"decoded-{name}.json"
-        if not file.is_file():
-            cache = {**config.cache.model_dump(exclude={"policy", "params"}), **decoding.params}
-            flags = {k: cache[k] for k in ("buffer", "window", "sinks") if cache[k] is not None}
-            flags |= {"policy": decoding.policy, "budgets": "full" if decoding.policy == "dense" else cache["budget"],
-                      "task": config.task.name, "task_params": json.dumps(config.task.params), "n": config.eval.n,
-                      "seed": config.eval.seed, "temperature": config.sampling.temperature,
-                      "max_completion_length": config.sampling.max_completion_length}  # fmt: skip
+        cache = {**config.cache.model_dump(exclude={"policy", "params"}), **decoding.params}
+        flags = {k: cache[k] for k in ("buffer", "window", "sinks") if cache[k] is not None}
+        flags |= {"policy": decoding.policy, "budgets": "full" if decoding.policy == "dense" else cache["budget"],
+                  "task": config.task.name, "task_params": json.dumps(config.task.params), "n": config.eval.n,
+                  "seed": config.eval.seed, "temperature": config.sampling.temperature,
+                  "max_completion_length": config.sampling.max_completion_length}  # fmt: skip
+        found = json.loads(file.read_text()) if file.is_file() else {}
+        if found.get("flags") != flags:
             listed = [text for key, value in flags.items() for text in (f"--{key}", str(value))]
             printed = self.kvrl(folder / "log.txt", "eval", str(folder / "model"), *listed, "--json")
-            file.write_text(printed)
-        return json.loads(file.read_text())["results"][0]["accuracy"]
+            found = {"flags": flags, **json.loads(printed)}
+            file.write_text(json.dumps(found, indent=2))
+        return found["results"][0]["accuracy"]
 
     def kvrl(self, log: Path, *arguments: str) -> str:
         """One kvrl command in a process of its own, on one core; its stdout. KvrlError if it fails."""
@@ -288,3 +301,14 @@ class Runner:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise KvrlError(f"study: `kvrl {' '.join(arguments[:2])}` failed ({last}); {log} has its output")
         return done.stdout
+
+
+def is_curve_of(curve: dict[str, Any], settings: CurveSettings, model: str) -> bool:
+    """Whether a curve of the model was measured under these settings, beside the uncompressed policy that is right."""
+    # what an older file does not say was the teacher beside the model, else the model
+    beside = curve.get("uncompressed", teacher_of(model) or model)
+    return (
+        curve["methods"].keys() - {FIRST, TRUNCATED} == set(settings.baselines)
+        and curve["protect_prompt"] == settings.protect_prompt
+        and beside == uncompressed_of(model)
+    )
