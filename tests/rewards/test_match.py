@@ -63,14 +63,14 @@ def test_exact_match() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_gold_answer_of_which_normalisation_leaves_nothing_is_compared_as_it_is(name: str) -> None:
-    assert rewards(name, ["a ", " THE", "."], ["A", "the", "."]) == [1.0] * 3
+    assert rewards(name, ["a ", " THE", ".", "A."], ["A", "the", ".", "A"]) == [1.0] * 4
     assert rewards(name, ["", "", "", "b"], ["A", "the", ".", "A"]) == [0.0] * 4
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("normalize", [True, False])
 def test_a_gold_number_is_compared_as_a_number(name: str, normalize: bool) -> None:
-    right = [("3", 3.0), (" 3.00 ", 3), ("1,234,567.", 1234567), ("-5", -5), ("1e-3", 0.001), ("7", [1, 7])]
+    right = [("3", 3.0), (" 3.00 ", 3), ("1,234,567.", 1234567), ("-5", -5), ("1e-3", 0.001), ("7", [1, 7]), ("$7", 7)]
     right += [(str(10**400), 10**400), ("9007199254740993", 9007199254740993)]
     wrong = [("30", 3.0), ("5", -5), ("1,5", 15), ("3 apples", 3), ("", 0), ("9007199254740992", 9007199254740993)]
     wrong += [("3.0", "3.1"), ("1", True)] if name == "exact_match" else []  # which are texts
