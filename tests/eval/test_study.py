@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 import math
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,21 +42,24 @@ def test_tuning_moves_one_field_after_the_other(tmp_path, monkeypatch):
     made = runner(
         tmp_path,
         tuning={"seeds": [7, 8], "grid": {"train.learning_rate": [1, 2, 3]}},
-        variants={"a": {"grid": {"correction.bounds": [[None, 2.0], [None, 5.0]]}}},
+        variants={"a": {"grid": {"correction.bounds": [[None, 2.0], [None, 5.0]]}}, "b": {}},
     )
-    asked = []
+    asked: list = []
 
     def all_of(runs):
-        asked.extend(runs)
+        asked.append(runs)
         score = {1: 0.1, 2: 0.3, 3: 0.2}
         return [outcome(compressed=score[values["train.learning_rate"]]) for _, values, _ in runs]
 
     monkeypatch.setattr(made, "all", all_of)
-    best, tried = made.tune("a")
+    chosen, trials = made.tune()
+    best, tried = chosen["a"], trials["a"]
     assert best == {"correction.bounds": [None, 2.0], "train.learning_rate": 2}  # equal scores: the first of the grid
-    assert len(asked) == (3 + 2) * 2 and {seed for _, _, seed in asked} == {7, 8}
+    assert [[name for name, _, _ in turn] for turn in asked] == [["a"] * 6 + ["b"] * 6, ["a"] * 4]
+    assert {seed for turn in asked for _, _, seed in turn} == {7, 8}
+    assert chosen["b"] == {"train.learning_rate": 2} and len(trials["b"]) == 3
     assert [t.score for t in tried] == pytest.approx([0.1, 0.3, 0.2, 0.3, 0.3])
-    assert asked[0][1] == {"correction.bounds": [None, 2.0], "train.learning_rate": 1}
+    assert asked[0][0][1] == {"correction.bounds": [None, 2.0], "train.learning_rate": 1}
 
 
 def test_a_run_has_its_own_fields_and_starts_where_others_of_its_seed_start(tmp_path):
@@ -117,8 +121,14 @@ def test_what_others_start_from_is_trained_first(tmp_path, monkeypatch):
     """Two seeds of `a`, then `b` from their models, then `c` from b's, whatever the order asked for."""
     made = runner(tmp_path, variants={"a": {}, "b": {"start": "a"}, "c": {"start": "b", "curve": False}})
     done = []
-    monkeypatch.setattr(made, "start", lambda seed: None)
-    monkeypatch.setattr(made, "outcome", lambda config, curve: done.append((config, curve)) or config.output_dir)
+
+    def train(config, curve, origin):
+        if origin is not None:
+            origin.result()
+        done.append((config, curve))
+        return config.output_dir
+
+    monkeypatch.setattr(made, "outcome", train)
     asked = [(name, {}, seed) for seed in (0, 1) for name in ("c", "b", "a")]
     found = made.all(asked)
     names = [Path(config.output_dir).parent.name for config, _ in done]
@@ -127,6 +137,21 @@ def test_what_others_start_from_is_trained_first(tmp_path, monkeypatch):
     first, second = done[1][0], done[3][0]
     assert second.model.path == f"{first.output_dir}/model" and second.seed == first.seed == 1
     assert second.warm_start is None
+
+
+def test_a_run_that_fails_ends_the_study(tmp_path, monkeypatch):
+    """Its error is told, not that of what was waiting, which is never begun."""
+    made, begun = runner(tmp_path, variants={"a": {}, "b": {}, "c": {}}), []
+
+    def train(config, curve, origin):
+        begun.append(config.output_dir)
+        time.sleep(0.02)  # while the others are lined up
+        raise KvrlError("study: a run failed")
+
+    monkeypatch.setattr(made, "outcome", train)
+    with pytest.raises(KvrlError, match="study: a run failed"):
+        made.all([(name, {}, 0) for name in "abc" for _ in range(20)])
+    assert len(begun) < 30
 
 
 @pytest.mark.parametrize(("fields", "message"), [
@@ -146,7 +171,7 @@ def test_beacons_may_have_several_windows(tmp_path):
 
 def test_a_start_has_no_beacon_as_runs_differ_in_theirs(tmp_path):
     made = runner(tmp_path, overrides=FIELDS, variants={"a": {}, "b": {"overrides": {"cache.params": {"every": 3}}}})
-    made.start(0)
+    made.make_starts([0])
     config = made.config("b", {}, 0)
     model, tokenizer = load_model(config.model.path, "float32")
     assert beacons_of(model) is None and NAME not in tokenizer.get_vocab()

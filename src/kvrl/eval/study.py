@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import uuid
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -101,16 +102,15 @@ class Runner:
     """Runs of a study, at most `jobs` at once."""
 
     def __init__(self, study: Study, path: Path, root: Path, jobs: int, console: Console) -> None:
-        self.study, self.root, self.jobs, self.console = study, root, jobs, console
+        self.study, self.root, self.console = study, root, console
+        self.jobs = jobs
         self.folder = root / path.stem
         self.base = str(path.parent / study.base)
 
     def run(self) -> dict[str, dict[str, Any]]:
         """variant -> {values, tried, outcomes: seed -> Outcome}."""
-        chosen: dict[str, Values] = {}
-        tried: dict[str, list[Tried]] = {}
-        for name in self.study.variants:
-            chosen[name], tried[name] = self.tune(name)
+        self.make_starts([*(self.study.tuning.seeds if self.study.tuning is not None else ()), *self.study.seeds])
+        chosen, tried = self.tune()
         everything = [(name, chosen[name], seed) for seed in self.study.seeds for name in self.study.variants]
         outcomes = dict(zip([(n, s) for n, _, s in everything], self.all(everything), strict=True))
         return {
@@ -121,38 +121,47 @@ class Runner:
             for name in self.study.variants
         }  # fmt: skip
 
-    def tune(self, name: str) -> tuple[Values, list[Tried]]:
-        """The best value of one field after the other, the others being the best so far or the first of their grid."""
-        variant, tuning = self.study.variants[name], self.study.tuning
-        grid = {**tuning.grid, **variant.grid} if tuning is not None else {}
-        best: Values = {key: values[0] for key, values in variant.grid.items()}
-        tried: list[Tried] = []
-        for key, values in grid.items():
-            assert tuning is not None
-            settings = [{**best, key: value} for value in values]
-            runs = [(name, setting, seed) for setting in settings for seed in tuning.seeds]
-            scores = [outcome.score(tuning.score) for outcome in self.all(runs)]
-            count = len(tuning.seeds)
-            means = [statistics.mean(scores[i * count : (i + 1) * count]) for i in range(len(settings))]
-            tried += [Tried(*pair) for pair in zip(settings, means, strict=True)]
-            best = settings[means.index(max(means))]
+    def tune(self) -> tuple[dict[str, Values], dict[str, list[Tried]]]:
+        """Every variant's best value of one field after the other, the others being the best so far or their first.
+
+        A turn is one field of each variant: their runs go on at once.
+        """
+        tuning, variants = self.study.tuning, self.study.variants
+        best: dict[str, Values] = {
+            name: {key: values[0] for key, values in variant.grid.items()} for name, variant in variants.items()
+        }
+        tried: dict[str, list[Tried]] = {name: [] for name in variants}
+        if tuning is None:
+            return best, tried
+        fields = {name: [*{**tuning.grid, **variant.grid}.items()] for name, variant in variants.items()}
+        for turn in range(max(map(len, fields.values()))):
+            turns = {name: own[turn] for name, own in fields.items() if turn < len(own)}
+            asked = [(name, {**best[name], key: value}) for name, (key, values) in turns.items() for value in values]
+            runs = [(name, values, seed) for name, values in asked for seed in tuning.seeds]
+            scores = iter([outcome.score(tuning.score) for outcome in self.all(runs)])
+            for name, values in asked:
+                tried[name].append(Tried(values, statistics.mean(next(scores) for _ in tuning.seeds)))
+            for name, (_, values) in turns.items():
+                best[name] = max(tried[name][-len(values) :], key=lambda t: t.score).values
         return best, tried
 
     def all(self, runs: Iterable[tuple[str, Values, int]]) -> list[Outcome]:
-        """Outcomes of (variant, values, seed), in order; starts are made first, then runs go on at once."""
+        """Outcomes of (variant, values, seed), in order. A run that fails ends the study when those under way end."""
         given = list(runs)
-        configs = [self.config(*run) for run in given]
-        for config in configs:
-            if Path(config.model.path).is_relative_to(self.root):
-                self.start(config.seed)
-        outcomes: dict[int, Outcome] = {}
-        depths = [self.depth(name) for name, _, _ in given]
-        for depth in sorted(set(depths)):  # what others start from comes first
-            wave = [i for i, found in enumerate(depths) if found == depth]
-            with ThreadPoolExecutor(self.jobs) as pool:
-                curves = [self.study.variants[given[i][0]].curve for i in wave]
-                outcomes |= zip(wave, pool.map(self.outcome, [configs[i] for i in wave], curves), strict=True)
-        return [outcomes[i] for i in range(len(given))]
+        futures: dict[int, Future[Outcome]] = {}
+        trained: dict[tuple[str, int], Future[Outcome]] = {}
+        with ThreadPoolExecutor(self.jobs) as pool:
+            for i in sorted(range(len(given)), key=lambda i: self.depth(given[i][0])):  # what others start from first
+                name, values, seed = given[i]
+                variant = self.study.variants[name]
+                origin = None if variant.start is None else trained[variant.start, seed]
+                futures[i] = pool.submit(self.outcome, self.config(name, values, seed), variant.curve, origin)
+                trained[name, seed] = futures[i]
+            done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
+            pool.shutdown(wait=False, cancel_futures=True)
+            for future in done:
+                future.result()
+        return [futures[i].result() for i in range(len(given))]
 
     def depth(self, name: str) -> int:
         """How many variants must be trained before this one."""
@@ -182,10 +191,16 @@ class Runner:
         fields = base.model_dump_json(include={"model", "task", "warm_start"})
         return start_folder(self.root / "starts" / hashlib.sha256(fields.encode()).hexdigest()[:8], base.seed)
 
-    def start(self, seed: int) -> None:
-        """Make the start of a seed if it is missing."""
-        base = self.load({**self.study.overrides, "seed": seed})
-        ensure_start(base, self.start_of(base), self.console.print)
+    def make_starts(self, seeds: Iterable[int]) -> None:
+        """Make the starts that are missing, each in a process of its own."""
+        bases = [self.load({**self.study.overrides, "seed": seed}) for seed in seeds]
+        bases = [base for base in bases if shares_starts(base)]
+        if not bases:
+            return
+        with ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn")) as pool:
+            made = [pool.submit(ensure_start, base, self.start_of(base), say) for base in bases]
+            for start in made:
+                start.result()
 
     def check(self) -> None:
         """Raise KvrlError for a setting that cannot run, before anything does."""
@@ -233,8 +248,13 @@ class Runner:
                 "full; set eval.budgets to such a pair, and eval.n above 0"
             )
 
-    def outcome(self, config: Config, curve: bool = True) -> Outcome:
-        """Train unless it was done, evaluate under the study's decodings, and read what came out."""
+    def outcome(self, config: Config, curve: bool = True, origin: Future[Outcome] | None = None) -> Outcome:
+        """Train unless it was done, evaluate under the study's decodings, and read what came out.
+
+        origin: the run whose model this one starts from.
+        """
+        if origin is not None:
+            origin.result()
         folder = Path(config.output_dir)
         if not finished(config):
             self.console.print(f"run {folder.relative_to(self.root)}")
@@ -312,3 +332,8 @@ def is_curve_of(curve: dict[str, Any], settings: CurveSettings, model: str) -> b
         and curve["protect_prompt"] == settings.protect_prompt
         and beside == uncompressed_of(model)
     )
+
+
+def say(text: str) -> None:
+    """Progress, which is no result."""
+    print(text, file=sys.stderr)
