@@ -137,10 +137,10 @@ class Runner:
         for turn in range(max(map(len, fields.values()))):
             turns = {name: own[turn] for name, own in fields.items() if turn < len(own)}
             asked = [(name, {**best[name], key: value}) for name, (key, values) in turns.items() for value in values]
-            runs = [(name, values, seed) for name, values in asked for seed in tuning.seeds]
+            runs = [(name, setting, seed) for name, setting in asked for seed in tuning.seeds]
             scores = iter([outcome.score(tuning.score) for outcome in self.all(runs)])
-            for name, values in asked:
-                tried[name].append(Tried(values, statistics.mean(next(scores) for _ in tuning.seeds)))
+            for name, setting in asked:
+                tried[name].append(Tried(setting, statistics.mean(next(scores) for _ in tuning.seeds)))
             for name, (_, values) in turns.items():
                 best[name] = max(tried[name][-len(values) :], key=lambda t: t.score).values
         return best, tried
@@ -148,14 +148,15 @@ class Runner:
     def all(self, runs: Iterable[tuple[str, Values, int]]) -> list[Outcome]:
         """Outcomes of (variant, values, seed), in order. A run that fails ends the study when those under way end."""
         given = list(runs)
+        configs = [self.config(*run) for run in given]
         futures: dict[int, Future[Outcome]] = {}
         trained: dict[tuple[str, int], Future[Outcome]] = {}
         with ThreadPoolExecutor(self.jobs) as pool:
             for i in sorted(range(len(given)), key=lambda i: self.depth(given[i][0])):  # what others start from first
-                name, values, seed = given[i]
+                name, _, seed = given[i]
                 variant = self.study.variants[name]
                 origin = None if variant.start is None else trained[variant.start, seed]
-                futures[i] = pool.submit(self.outcome, self.config(name, values, seed), variant.curve, origin)
+                futures[i] = pool.submit(self.outcome, configs[i], variant.curve, origin)
                 trained[name, seed] = futures[i]
             done, _ = wait(futures.values(), return_when=FIRST_EXCEPTION)
             pool.shutdown(wait=False, cancel_futures=True)
