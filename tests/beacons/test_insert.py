@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -77,6 +79,13 @@ def test_micro_batches_count_what_is_fed():
     units = [[0], [1]]
     assert list(micro_batches(given, units, 67)) == [[0], [1]]
     assert list(micro_batches(given, units, 68)) == [[0, 1]]
+
+
+def test_a_text_that_holds_the_beacon_is_refused():
+    (r, *_) = dense_rollouts()
+    for held in (replace(r, prompt_ids=[BEACON, *r.prompt_ids[1:]]), replace(r, completion_ids=[BEACON] * 15)):
+        with pytest.raises(kvrl.KvrlError, match=f"rollouts: holds the beacon's id {BEACON}, which only the engine"):
+            insert(held, Beacons(BEACON, (3,)))
 
 
 def test_compressed_rollouts_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,9 +18,14 @@ from kvrl.train.setup import load_model
 WORDS = ["zero", "one", "two", "reserved"]  # ids 4 to 7, after pad, bos, eos, unk
 
 
-def pair():
+def words():
     tokenizer = build_tiny_tokenizer(WORDS)
-    return build_tiny_model(tokenizer, seed=0), tokenizer
+    tokenizer.add_tokens(["reserved"], special_tokens=True)
+    return tokenizer
+
+
+def pair():
+    return build_tiny_model(words(), seed=0), words()
 
 
 def test_a_new_row_starts_at_the_mean():
@@ -48,14 +54,16 @@ def test_a_reserved_token_and_a_named_start():
 
 def test_the_mean_leaves_out_the_token_itself_and_rows_without_a_token():
     """Models have more rows than their tokenizer has tokens; a free row takes the beacon."""
-    tokenizer = build_tiny_tokenizer(WORDS)
+    tokenizer = words()
     lm = build_family("llama", vocab_size=12)
     before = lm.get_input_embeddings().weight.detach().clone()
     assert kvrl.add_beacon(lm, tokenizer, every=2).token_id == 8
     assert lm.config.vocab_size == 12
     assert torch.allclose(lm.get_input_embeddings().weight[8], before[:8].mean(0), atol=1e-6)
     other = build_family("llama", vocab_size=12)
-    kvrl.add_beacon(other, build_tiny_tokenizer(WORDS), every=2, token="two")
+    tokenizer = words()
+    tokenizer.add_tokens(["two"], special_tokens=True)
+    kvrl.add_beacon(other, tokenizer, every=2, token="two")
     rows = [i for i in range(8) if i != 6]
     assert torch.allclose(other.get_input_embeddings().weight[6], before[rows].mean(0), atol=1e-6)
 
@@ -114,10 +122,17 @@ def test_what_cannot_be_a_beacon():
     for fields, message in (
         ({"token": "three"}, "beacons.token: 'three' is no token of this tokenizer, which has 8"),
         ({"token": "<eos>"}, "beacons.token: '<eos>' has a meaning already"),
+        ({"token": "two"}, "beacons.token: 'two' is an ordinary token, which texts may hold"),
         ({"start": "three"}, "beacons.start: 'three' is no token of this tokenizer"),
         ({"every": 0}, "every: 0 is below 1; a beacon stands for one raw token at least"),
         ({"every": []}, "every: is empty"),
         ({"every": [2, 2]}, "every: 2, 2 names a window twice"),
+        ({"every": "2"}, "every: '2' is refused; it should be a whole number or a list of them"),
+        ({"every": 2.0}, "every: 2.0 is refused"),
+        ({"every": (2, 2.5)}, r"every: \(2, 2.5\) is refused"),
+        ({"every": True}, "every: True is refused"),
+        ({"every": None}, "every: None is refused"),
+        ({"positions": "last"}, "positions: 'last' is refused; it should be 'sequence' or 'shared'"),
     ):
         with pytest.raises(kvrl.KvrlError, match=message):
             kvrl.add_beacon(lm, tokenizer, **{"every": 2, **fields})
@@ -125,6 +140,15 @@ def test_what_cannot_be_a_beacon():
     kvrl.add_beacon(lm, tokenizer, every=2)
     with pytest.raises(kvrl.KvrlError, match="has a beacon already .*'token_id': 8"):
         kvrl.add_beacon(lm, tokenizer, every=2)
+
+
+@pytest.mark.parametrize("every", [np.int64(4), np.array([4, 2]), torch.tensor([2, 4]), (np.int32(2), 4)])
+def test_integers_of_any_kind_are_windows(every):
+    lm, tokenizer = pair()
+    found = kvrl.add_beacon(lm, tokenizer, every=every)
+    assert found.every in ((4,), (2, 4)) and all(type(c) is int for c in found.every)
+    cache = kvrl.CacheConfig(policy="beacon", params={"every": np.int64(4), "schedule": [np.int64(4)]})
+    assert beacons_for(cache, lm) == BeaconSet(8, (4,), "sequence", (4,))
 
 
 def test_a_tokenizer_without_room():
@@ -155,6 +179,8 @@ def test_a_model_without_room():
     ({"token_id": 5}, "is not token_id, every and positions"),
     ({"token_id": 5, "every": [2], "positions": "last"}, "is not token_id, every and positions"),
     ({"token_id": 5, "every": [0], "positions": "sequence"}, "every: 0 is below 1"),
+    ({"token_id": 5, "every": [2.5], "positions": "sequence"}, "is not token_id, every and positions"),
+    ({"token_id": -1, "every": [2], "positions": "sequence"}, "token -1 is not in the vocabulary of 97"),
     ({"token_id": 97, "every": [2], "positions": "sequence"}, "token 97 is not in the vocabulary of 97"),
 ])  # fmt: skip
 def test_a_config_that_was_changed(held, message):
@@ -165,6 +191,9 @@ def test_a_config_that_was_changed(held, message):
 @pytest.mark.parametrize("params, message", [
     ({"every": 0}, "cache.params.every: 0 is below 1"),
     ({"every": "many"}, "cache.params.every: 'many' is refused; it should be a whole number or a list of them"),
+    ({"every": True}, "cache.params.every: True is refused; it should be a whole number"),
+    ({"every": [2, True]}, r"cache.params.every: \[2, True\] is refused"),
+    ({"every": [2, 1], "schedule": [2, True]}, "cache.params.schedule: .* is refused"),
     ({"positions": "last"}, "cache.params.positions: 'last' is refused; it should be 'sequence' or 'shared'"),
     ({"every": 2, "schedule": "sometimes"}, "cache.params.schedule: 'sometimes' is refused; it should be"),
     ({"every": 2, "schedule": []}, "cache.params.schedule: is empty"),

@@ -73,6 +73,12 @@ def test_slots_follow_from_bytes():
     # one row is the staging row
     with pytest.raises(KvrlError, match=f"rollout.kv_memory: {2 * row - 1} bytes are below the {2 * row} that one"):
         fit(2 - 0.5 / row)
+    for held, smaller in (
+        (cache(), "cache.budget or cache.buffer"),
+        (cache("dense"), "sampling.max_completion_length"),
+    ):
+        with pytest.raises(KvrlError, match=f"or lower {smaller}$"):
+            slots_within(1, spec, held, max_tokens=50, dtype=torch.float32)
     engine = Engine(model(), cache(), sampling(), num_slots=100, max_prompt_length=8, kv_memory=9 * row)
     assert engine.num_slots == 8 and engine.kv_bytes == 9 * row
     assert Engine(model(), cache(), sampling(), num_slots=3, max_prompt_length=8, kv_memory=9 * row).num_slots == 3

@@ -47,10 +47,10 @@ def batches_of(tokenizer, settings, seed):
 
     def see(batch, step):
         seen.append(batch)
-        return weight.sum()
+        return model.lm_head.weight.sum()
 
-    weight = torch.zeros(1, requires_grad=True)
-    fit(torch.nn.ParameterList([weight]), tokenizer, TASK, settings, seed, see)
+    model = build_tiny_model(tokenizer, seed=0)
+    fit(model, tokenizer, TASK, settings, seed, see)
     return seen
 
 
@@ -91,6 +91,13 @@ def test_it_teaches_repeats_itself_and_leaves_the_teacher():
     (first, weight), (second, again) = results
     assert first == second and torch.equal(weight, again)
     assert first["last_loss"] < 0.8 * first["first_loss"]
+
+
+def test_a_solution_that_holds_the_beacon_is_refused():
+    pupil, teacher, tokenizer = pupil_and_teacher()
+    pupil.model.config.kvrl_beacons["token_id"] = tokenizer.convert_tokens_to_ids("=")
+    with pytest.raises(KvrlError, match="demonstration 0: holds the beacon's id [0-9]+, which only the engine feeds"):
+        start(pupil, teacher, tokenizer, WarmStart(steps=1, batch_size=4))
 
 
 def test_in_a_run_it_moves_the_student_alone_and_is_not_repeated(tmp_path):

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import difflib
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from kvrl.beacons.plan import Beacons, Positions
 from kvrl.cache.config import CacheConfig
@@ -27,16 +27,26 @@ FIELD = "kvrl_beacons"
 RATE_STREAM = -2  # of a request's stream; tokens take 0, 1, ...
 
 
+def plain_integer(value: Any) -> int:
+    """An integer of any kind as Python's. ValueError for anything else, a truth value too."""
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise ValueError(f"{value!r} is no whole number")
+    return operator.index(value)
+
+
+Whole = Annotated[int, BeforeValidator(plain_integer)]
+
+
 class BeaconParams(BaseModel):
     """`cache.params` under `cache.policy: beacon`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
-    every: int | list[int] | None = None
+    every: Whole | list[Whole] | None = None
     """Raw tokens that a beacon stands for (c), or several: each completion draws one. None: the model's own."""
     positions: Positions | None = None
     """`sequence`: a beacon takes the next position; `shared`: its window's last one. None: the model's own."""
-    schedule: Literal["constant", "random"] | list[int] = "constant"
+    schedule: Literal["constant", "random"] | list[Whole] = "constant"
     """`constant`: all windows of a completion are of one c. `random`: each window draws its own. A list: c of the
     first window, the second and so on, the last being that of all further ones."""
 
@@ -69,7 +79,7 @@ class BeaconSet:
 
         Raises KvrlError unless they are of the set.
         """
-        windows = tuple(map(operator.index, every if isinstance(every, Sequence) else [every]))
+        windows = whole_numbers(every, "every")
         if not windows:
             raise KvrlError("every: an empty list of windows; give one c at least, or leave it out")
         if strange := [c for c in windows if c not in self.every]:
@@ -106,6 +116,16 @@ class BeaconSet:
     def as_config(self) -> dict[str, Any]:
         """What the model's config holds, as JSON has it."""
         return {"token_id": self.token_id, "every": list(self.every), "positions": self.positions}
+
+
+def whole_numbers(given: Any, field: str) -> tuple[int, ...]:
+    """A window or several as plain integers, NumPy's and PyTorch's too. KvrlError for anything else."""
+    given = given.tolist() if hasattr(given, "tolist") else given
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    try:
+        return tuple(plain_integer(c) for c in (given if several else [given]))
+    except ValueError:
+        raise KvrlError(f"{field}: {given!r} is refused; it should be a whole number or a list of them") from None
 
 
 def listed(every: tuple[int, ...]) -> str:
@@ -175,7 +195,23 @@ def check_limit(every: tuple[int, ...], max_completion_length: int) -> None:
     if every[-1] > max_completion_length:
         raise KvrlError(
             f"cache.params.every: {every[-1]} is over sampling.max_completion_length ({max_completion_length}), so no "
-            f"window would ever close; lower it to at most {max_completion_length}"
+            f"window would ever close; {closing(every[-1], max_completion_length)}"
+        )
+
+
+def closing(c: int, max_completion_length: int) -> str:
+    """What to do about a window that never closes: its beacon needs two more tokens, of which the last is not fed."""
+    longer = f"raise sampling.max_completion_length to at least {c + 2}"
+    most = max_completion_length - 2
+    return longer if most < 1 else f"lower it to at most {most}, or {longer}"
+
+
+def check_without(beacon: int | None, ids: Sequence[int], what: str) -> None:
+    """Raise KvrlError for a text that holds the model's beacon."""
+    if beacon in ids:
+        raise KvrlError(
+            f"{what}: holds the beacon's id {beacon}, which only the engine feeds; take it out, or give the model "
+            "another beacon (beacons.token)"
         )
 
 
@@ -188,13 +224,14 @@ def beacons_of(model: Any) -> BeaconSet | None:
     try:
         if held["positions"] not in get_args(Positions):
             raise ValueError(held["positions"])
-        found = BeaconSet(int(held["token_id"]), tuple(sorted(map(int, held["every"]))), held["positions"])
+        every = tuple(sorted(map(plain_integer, held["every"])))
+        found = BeaconSet(plain_integer(held["token_id"]), every, held["positions"])
     except (KeyError, TypeError, ValueError):
         raise KvrlError(
             f"model.config.{FIELD}: {held!r} is not token_id, every and positions; keep what was saved"
         ) from None
     check_rates(found.every, f"model.config.{FIELD}.every")
-    if found.token_id >= config.vocab_size:
+    if not 0 <= found.token_id < config.vocab_size:
         raise KvrlError(
             f"model.config.{FIELD}: token {found.token_id} is not in the vocabulary of "
             f"{config.vocab_size}; add the beacon to this model (kvrl.add_beacon)"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from kvrl.attention.probe import text_config
-from kvrl.beacons.config import FIELD, BeaconSet, beacons_of, check_rates
+from kvrl.beacons.config import FIELD, BeaconSet, beacons_of, check_rates, whole_numbers
 from kvrl.beacons.plan import Positions
 from kvrl.errors import KvrlError
 
@@ -32,13 +32,17 @@ def add_beacon(
 ) -> BeaconSet:
     """Give a model a beacon, in place, and say so in its config, with which it is saved.
 
-    every: raw tokens of a window, or the set of them that it is trained with. token: a reserved token of the tokenizer
-    that becomes the beacon; None: a new one, with a new row of the embedding. start: where its embedding starts, `mean`
+    every: raw tokens of a window, or the set of them that it is trained with. token: a reserved special token,
+    which becomes the beacon; None: a new one, with a new row of the embedding. start: where its embedding starts, `mean`
     of all others, or a token whose embedding it takes. Raises KvrlError for a token that cannot be used, for a
     model that has a beacon, and for one with adapters, which must be added after it.
     """
-    rates = tuple(sorted([every] if isinstance(every, int) else every))
+    rates = tuple(sorted(whole_numbers(every, "every")))
     check_rates(rates, "every")
+    if positions not in get_args(Positions):
+        raise KvrlError(
+            f"positions: {positions!r} is refused; it should be {' or '.join(map(repr, get_args(Positions)))}"
+        )
     if beacons_of(model) is not None:
         raise KvrlError(f"model: has a beacon already ({getattr(text_config(model), FIELD)}); use it as it is")
     if hasattr(model, "peft_config"):
@@ -80,8 +84,14 @@ def new_token(tokenizer: Any) -> int:
 
 
 def reserved_token(model: Any, tokenizer: Any, token: str) -> int:
-    """The id of a token that shall be the beacon. KvrlError for one that means something else."""
+    """The id of a token that shall be the beacon. KvrlError for one that means something else, such as a word."""
     index = token_id(tokenizer, token, "beacons.token")
+    added = tokenizer.added_tokens_decoder.get(index)
+    if index not in tokenizer.all_special_ids and (added is None or not added.special):
+        raise KvrlError(
+            f"beacons.token: {token!r} is an ordinary token, which texts may hold; name a special one, or "
+            "leave beacons.token out for a new one"
+        )
     ends = getattr(model.generation_config, "eos_token_id", None) if hasattr(model, "generation_config") else None
     taken = {
         *(ends if isinstance(ends, list) else [ends]),

@@ -33,9 +33,11 @@ def slots_within(kv_memory: int, spec: ModelSpec, cache: CacheConfig, **given: A
     row = slot_bytes(spec, cache, **given)
     most = fitting_slots(row, kv_memory)
     if most < 1:
+        evicts = not (cache.is_dense or cache.is_beacon)
+        smaller = "cache.budget or cache.buffer" if evicts else "sampling.max_completion_length"
         raise KvrlError(
             f"rollout.kv_memory: {kv_memory} bytes are below the {2 * row} that one sequence and the staging row take; "
-            f"raise it to at least {2 * row}, or lower cache.budget or cache.buffer"
+            f"raise it to at least {2 * row}, or lower {smaller}"
         )
     return most
 

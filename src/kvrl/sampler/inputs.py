@@ -6,7 +6,7 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from kvrl.beacons.config import BeaconSet
+from kvrl.beacons.config import BeaconSet, check_without
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import Policy, check_budget
 from kvrl.errors import KvrlError
@@ -33,8 +33,7 @@ def check_prompts(
             raise KvrlError(f"prompts[{i}]: is empty; a completion needs at least one token before it")
         if len(prompt) > longest:
             raise KvrlError(f"prompts[{i}]: {len(prompt)} tokens are over the engine's {longest}")
-        if beacon in prompt:
-            raise KvrlError(f"prompts[{i}]: holds the beacon's id {beacon}, which only the engine feeds; take it out")
+        check_without(beacon, prompt, f"prompts[{i}]")
         if policy is not None:
             try:
                 check_budget(cache, policy, len(prompt))
@@ -48,6 +47,8 @@ def check_beacons(
     """Refuse a choice of windows that is none, and inserted turns, which have no place between beacons."""
     if every is not None and beacons is None:
         raise KvrlError("every: chooses the beacons' windows, and this cache has none; set cache.policy to beacon")
+    if every is not None and not hasattr(every, "__len__"):
+        raise KvrlError(f"every: {every!r} is one value; give a list of one for each prompt")
     if every is not None and len(every) != prompts:
         raise KvrlError(f"every: {len(every)} for {prompts} prompts; give one for each")
     if on_turn is not None and beacons is not None:

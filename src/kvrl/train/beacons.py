@@ -19,7 +19,7 @@ class BeaconSettings(Section):
     """The beacon that a model without one is given under `cache.policy: beacon`; it is saved with the model."""
 
     token: str | None = None
-    """A reserved token of the tokenizer that becomes the beacon. None: a new token, with a new row of the embedding."""
+    """A special token of the tokenizer, kept free, that becomes the beacon. None: a new one, with a new embedding."""
     start: str = "mean"
     """Where its embedding starts: `mean` of all others, or a token whose embedding it takes."""
 

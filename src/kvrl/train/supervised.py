@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from kvrl.beacons.config import beacons_of, check_without
 from kvrl.errors import KvrlError
 from kvrl.tasks import Task, encode_prompt
 from kvrl.train.optimizer import optimized
@@ -43,6 +44,9 @@ def fit(
     seed = seed if settings.seed is None else settings.seed
     wanted = settings.demonstrations or settings.steps * settings.batch_size
     examples = [encode_demonstration(tokenizer, *pair) for pair in task.demonstrations(wanted, seed)]
+    if (own := beacons_of(model)) is not None:
+        for i, (ids, _) in enumerate(examples):
+            check_without(own.token_id, ids, f"demonstration {i}")
     if optimizer is None:
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = torch.optim.AdamW(parameters, lr=settings.learning_rate, betas=BETAS, weight_decay=0.0)
