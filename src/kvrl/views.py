@@ -36,8 +36,10 @@ def hidden_states(
     check_beacons(rollouts, beacons_of(model))
     fed = [seen(r, view) for r in rollouts]
     length = max(len(f.ids) for f in fed)
-    longest = max(int(f.positions[-1]) for f in fed) + 1
-    check_length(rope_limit(config), longest, "rollouts")
+    farthest = max(fed, key=lambda f: int(f.positions[-1]))
+    longest = int(farthest.positions[-1]) + 1
+    taken = longest - (len(farthest.ids) - len(farthest.beacons))  # 0 where beacons share positions
+    check_length(rope_limit(config), longest, "rollouts", taken)
     ids = torch.zeros(len(fed), length, dtype=torch.long)
     positions = torch.arange(length).clamp(max=longest - 1).repeat(len(fed), 1)  # no padding beyond what is real
     for i, f in enumerate(fed):

@@ -162,6 +162,8 @@ def test_windows_chosen_for_each_prompt():
     for every, message in (
         ([5, 1], "every: 2 for 3 prompts"), ([5, 1, 4], "every: 4 is not one of the 1, 2, 3, 5"),
         ([5, 1, [2, 4]], "every: 4 is not one of the 1, 2, 3, 5"), ([5, 1, []], "every: an empty list"),
+        (2, "every: 2 is one value; give a list of one for each prompt"), ([2.0, 1, 1], "every: 2.0 is refused"),
+        ([2, True, 1], "every: True is refused"), ("235", "every: '2' is refused"),
     ):  # fmt: skip
         with pytest.raises(kvrl.KvrlError, match=message):
             kvrl.rollout(lm, prompts, cache=cache(), sampling=helpers.sampling(23), every=every)
@@ -217,7 +219,7 @@ def test_native_and_plain_kernels_agree():
 
 
 def test_positions_that_beacons_take_count_against_the_models_limit():
-    with pytest.warns(UserWarning, match="4097 tokens are over the 4096"):
+    with pytest.warns(UserWarning, match=r"4097 tokens \(1365 of them beacons\) are over the 4096"):
         engine(2, new=2732, longest=0)
     with pytest.warns(UserWarning) as seen:
         engine(2, new=2731, longest=0)
@@ -229,7 +231,10 @@ def test_positions_that_beacons_take_count_against_the_models_limit():
 def test_mistakes():
     for call, message in (
         (lambda: sample(every=4), "cache.params.every: 4 is not one of the 1, 2, 3, 5 that the model was trained with"),
-        (lambda: sample(every=5, new=4), r"cache.params.every: 5 is over sampling.max_completion_length \(4\)"),
+        (
+            lambda: sample(every=5, new=4),
+            r"cache.params.every: 5 is over sampling.max_completion_length \(4\), .* to at most 2, .* to at least 7$",
+        ),
         (lambda: sample(helpers.model()), "cache.policy: beacon needs a model that has a beacon"),
         (lambda: sample(prompts=[[1, 5, BEACON]]), "prompts.0.: holds the beacon's id 96"),
         (lambda: sample(on_turn=lambda r: None), "on_turn: tokens cannot be inserted where beacons close windows"),

@@ -109,8 +109,10 @@ def test_rope_that_depends_on_the_longest_position_counts_positions_not_places()
         own = {"token_id": BEACON, "every": [3], "positions": positions}
         lm = build_family("llama", rope_parameters=fields, max_position_embeddings=64, kvrl_beacons=own)
         if positions == "sequence":
-            with pytest.raises(kvrl.KvrlError, match="70 tokens are over 64"):
-                sample(lm, prompts, new=20)
+            long = build_family("llama", max_position_embeddings=256, kvrl_beacons=own)
+            for call in (lambda: sample(lm, prompts, new=20), lambda: replay(lm, sample(long, prompts, new=20))):  # noqa: B023
+                with pytest.raises(kvrl.KvrlError, match=r"70 tokens \(6 of them beacons\) are over 64"):
+                    call()
             continue
         rollouts = sample(lm, prompts, new=20)
         assert rollouts[2].num_tokens == 64 and rollouts[2].trace.num_tokens == 70

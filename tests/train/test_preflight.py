@@ -78,6 +78,18 @@ def test_warnings_by_hand(tmp_path):
     assert line.endswith("at most 499")
 
 
+def test_positions_of_beacons_count_by_hand(tmp_path):
+    """c = 4: 400 tokens have 99 beacons, 398 // 4, and with a prompt of 13 one position at the 512 is left over."""
+    for positions, expected in (("sequence", [(400, []), (401, ["400"])]), ("shared", [(499, []), (500, ["499"])])):
+        params = {"every": 4, "positions": positions}
+        for new, most in expected:
+            changes = {"cache": {"policy": "beacon", "params": params}, "sampling": {"max_completion_length": new}}
+            config = make_config(tmp_path, warm_start=None, **changes)
+            told = warnings_of(config, load_policy(config, get_task("recurrence"), None)[0], 13)
+            assert [line.rsplit(" ", 1)[1] for line in told] == most, (positions, new, told)
+            assert all(("with 99 positions of beacons," in line) == (positions == "sequence") for line in told)
+
+
 def test_a_run_warns_before_its_warm_start(tmp_path):
     said: list[str] = []
     build(make_config(tmp_path, cache={"buffer": 600}), said.append)

@@ -221,10 +221,19 @@ def rope_limit(config) -> int | None:
     return min(limits) if limits else None
 
 
-def check_length(limit: int | None, tokens: int, what: str) -> None:
-    """Raise KvrlError if a sequence of `tokens` would change RoPE's factors on the way."""
+def check_length(limit: int | None, tokens: int, what: str, beacons: int = 0) -> None:
+    """Raise KvrlError if a sequence of `tokens` would change RoPE's factors on the way.
+
+    beacons: how many of them are beacons that take positions of their own.
+    """
     if limit is not None and tokens > limit:
+        kept = "prompt, completion and beacons" if beacons else "prompt and completion"
         raise KvrlError(
-            f"{what}: {tokens} tokens are over {limit}, where this model's RoPE changes its factors for "
-            f"tokens already cached; keep prompt and completion within {limit} tokens"
+            f"{what}: {counted(tokens, beacons)} are over {limit}, where this model's RoPE changes its factors for "
+            f"tokens already cached; keep {kept} within {limit}"
         )
+
+
+def counted(tokens: int, beacons: int) -> str:
+    """The length of a sequence in words, with those of its tokens that are beacons."""
+    return f"{tokens} tokens ({beacons} of them beacons)" if beacons else f"{tokens} tokens"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvrl.attention.probe import check_length, prepare, probe, text_config
+from kvrl.attention.probe import check_length, counted, prepare, probe, text_config
 from kvrl.attention.sampler import DecodeContext, PrefillContext
 from kvrl.beacons.config import beacons_for, beacons_of, check_limit
 from kvrl.cache.config import CacheConfig
@@ -74,16 +74,18 @@ class Engine:
         self.prefill_chunk = prefill_chunk
         self.max_prompt_length = max_prompt_length
         new = sampling.max_completion_length
-        self.max_tokens = longest = max_prompt_length + new
+        self.max_tokens = max_prompt_length + new
         self.beacons = beacons_for(cache, model) if cache.is_beacon else None
+        taken = 0
         if self.beacons is not None:
             check_limit(self.beacons.every, new)
-            longest += self.beacons.positions_taken(new)
-        check_length(self.spec.max_length, longest, "prompt + sampling.max_completion_length")
+            taken = self.beacons.positions_taken(new)
+        longest = self.max_tokens + taken
+        check_length(self.spec.max_length, longest, "prompt + sampling.max_completion_length", taken)
         trained = getattr(text_config(model), "max_position_embeddings", None)
         if trained is not None and longest > trained:
             warnings.warn(
-                f"prompt + sampling.max_completion_length: {longest} tokens are over the {trained} that the "
+                f"prompt + sampling.max_completion_length: {counted(longest, taken)} are over the {trained} that the "
                 "model was made for (max_position_embeddings); expect poor text beyond",
                 stacklevel=2,
             )

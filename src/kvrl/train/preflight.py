@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
 
-from kvrl.attention.probe import ModelSpec, causal_lm, prepare, probe, text_config
-from kvrl.beacons.config import params_of
+from kvrl.attention.probe import ModelSpec, causal_lm, check_length, prepare, probe, text_config
+from kvrl.beacons.config import beacons_for, beacons_of, check_without, closing, params_of
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.trace import num_events
 from kvrl.errors import KvrlError
@@ -26,12 +27,20 @@ def preflight(config: Config, model: nn.Module, tokenizer: Any, task: Task, say:
         task, tokenizer, seed=config.seed, block=config.train.prompts_per_step * config.train.max_steps,
         limits=PromptLimits.of(config.rollout, config.rollout_cache),
     )  # fmt: skip
-    longest = max(len(row.ids) for row in prompts.take(config.train.prompts_per_step))
+    first = prompts.take(config.train.prompts_per_step)
+    longest = max(len(row.ids) for row in first)
+    named = [(f"prompt {row.number}", row.ids) for row in first]
     if config.eval.n:
         caches = [config.cache.at_budget(budget) for budget in config.eval_budgets]
         _, held = held_out(tokenizer, task, PromptLimits.of(config.rollout, *caches), config.eval.n, config.eval.seed)
+        named += [(f"held-out problem {i}", ids) for i, ids in enumerate(held)]
         check_memory(config, model, spec, caches, max(map(len, held)))
+        check_positions(config, model, spec, caches, max(map(len, held)))
     check_memory(config, model, spec, [config.rollout_cache], longest)
+    check_positions(config, model, spec, [config.replayed_cache], longest)
+    if (own := beacons_of(model)) is not None:
+        for name, ids in named:
+            check_without(own.token_id, ids, name)
     for warning in warnings_of(config, model, longest):
         say(f"warning: {warning}")
 
@@ -42,6 +51,22 @@ def check_memory(config: Config, model: nn.Module, spec: ModelSpec, caches: Sequ
     run = Footprint(config, model, spec, tokens)
     for cache in caches:
         run.slots(cache)
+
+
+def check_positions(
+    config: Config, model: nn.Module, spec: ModelSpec, caches: Sequence[CacheConfig], prompt: int
+) -> None:
+    """Raise KvrlError where RoPE would change its factors within the longest sequence after a prompt of that length."""
+    new = config.sampling.max_completion_length
+    for cache in caches:
+        taken = positions_taken(cache, model, new)
+        length = max(prompt, config.rollout.max_prompt_length or 0) + new + taken
+        check_length(spec.max_length, length, "prompt + sampling.max_completion_length", taken)
+
+
+def positions_taken(cache: CacheConfig, model: nn.Module, new: int) -> int:
+    """Positions that beacons take in a completion of `new` tokens, at most."""
+    return beacons_for(cache, model).positions_taken(new) if cache.is_beacon else 0
 
 
 def check_model(config: Config, model: nn.Module) -> ModelSpec:
@@ -62,7 +87,7 @@ def unclosed(cache: CacheConfig, new: int) -> list[str]:
     """Windows so long that no completion of `new` tokens ever feeds their beacon."""
     return [
         f"cache.params.every: a window of {c} tokens never closes before the last of sampling.max_completion_length "
-        f"({new}) tokens, so nothing will be evicted; lower it to at most {new - 2}"
+        f"({new}) tokens, so nothing will be evicted; {closing(c, new)}"
         for c in params_of(cache).rates or ()
         if c > new - 2
     ]
@@ -81,10 +106,13 @@ def warnings_of(config: Config, model: nn.Module, prompt: int) -> list[str]:
             f"({length - new} prompt tokens + sampling.max_completion_length {new}), so nothing will be evicted; "
             "lower cache.buffer or cache.budget, or set method to dense"
         )
-    trained = getattr(text_config(model), "max_position_embeddings", None)
-    if trained is not None and length > trained:
+    trained, taken = getattr(text_config(model), "max_position_embeddings", None), positions_taken(cache, model, new)
+    if trained is not None and length + taken > trained:
+        room = trained - (length - new)
+        most = bisect_right(range(1, room + 1), room, key=lambda n: n + positions_taken(cache, model, n))
+        beacons = f", with {taken} positions of beacons," if taken else ""
         out.append(
-            f"sampling.max_completion_length: {new} after {length - new} prompt tokens is over the {trained} positions "
-            f"that the model was made for; expect poor text beyond, or lower it to at most {max(1, trained - prompt)}"
+            f"sampling.max_completion_length: {new} after {length - new} prompt tokens{beacons} is over the {trained} "
+            f"positions that the model was made for; expect poor text beyond, or lower it to at most {max(1, most)}"
         )
     return out
