@@ -18,13 +18,21 @@ from runs import make_beacon_config
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A model trained with c of 2 and 4, one without beacons, and a run's configuration."""
+    """A model trained with c of 2 and 4, some without beacons, one whose beacon prompts hold, a run's configuration."""
     root = tmp_path_factory.mktemp("beacons")
-    for name in ("trained", "plain"):
+    for name in ("trained", "plain", "tied", "short", "held"):
         tokenizer = build_tiny_tokenizer(get_task("recurrence").vocab)
         lm = build_tiny_model(tokenizer, 0)
         if name == "trained":
             kvrl.add_beacon(lm, tokenizer, every=[2, 4])
+        if name == "tied":
+            lm.config.tie_word_embeddings = True
+            lm.tie_weights()
+        if name == "short":
+            lm.config.max_position_embeddings = 40
+            lm.config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 100.0}
+        if name == "held":
+            lm.config.kvrl_beacons = {"token_id": tokenizer.bos_token_id, "every": [2], "positions": "sequence"}
         save_model(root / name, lm, tokenizer)
     config = make_beacon_config(root / "run", method="breadcrumbs", warm_start=None)
     given = config.model_dump(mode="json", exclude={"sampling": {"num_generations"}})
@@ -47,6 +55,28 @@ def error_of(capsys, *argv: str) -> str:
      "beacons.token: '<free>' is no token of this tokenizer"),
     (["--cache.params.every", "4", "--beacons.token", "<eos>", "--model.path", "{root}/plain"],
      "beacons.token: '<eos>' has a meaning already"),
+    (["--cache.params.every", "4", "--beacons.token", "'='", "--model.path", "{root}/plain"],
+     "beacons.token: '=' is an ordinary token, which texts may hold"),
+    (["--cache.params.every", "4", "--beacons.token", "'='", "--model.path", "{root}/trained"],
+     "beacons.token: '=' is not the beacon that the model has, '<|beacon|>'; leave beacons.token out"),
+    (["--cache.params.every", "true"], "cache.params.every: True is refused; it should be a whole number or a list"),
+    (["--cache.params.every", "31"], "lower it to at most 28, or raise sampling.max_completion_length to at least 33"),
+    (["--cache.params.every", "3", "--sampling.max_completion_length", "2"],
+     "so no window would ever close; raise sampling.max_completion_length to at least 5"),
+    (["--cache.params.every", "4", "--method", "shadow_mask", "--rollout.kv_memory", "1000"],
+     ", or lower sampling.max_completion_length"),
+    (["--cache.params.every", "4", "--model.path", "{root}/plain", "--lora", "{modules_to_save: [embed_tokens]}"],
+     "lora.modules_to_save: embed_tokens is the embedding, of which a beacon's row is trained alone; leave"),
+    (["--cache.params.every", "4", "--model.path", "{root}/plain", "--lora", "{target_modules: [embed_tokens]}"],
+     "lora.target_modules: embed_tokens is the embedding"),
+    (["--cache.params.every", "4", "--model.path", "{root}/tied", "--lora", "{modules_to_save: [lm_head]}"],
+     "lora.modules_to_save: lm_head is the embedding"),
+    (["--cache.params.every", "4", "--model.path", "{root}/tied", "--lora", "{target_modules: [q_proj, lm_head]}"],
+     "lora.target_modules: lm_head is the embedding"),
+    (["--cache.params.every", "2", "--model.path", "{root}/short"],
+     "prompt + sampling.max_completion_length: 49 tokens (14 of them beacons) are over 40"),
+    (["--cache.params.every", "2", "--model.path", "{root}/held"],
+     "prompt 0: holds the beacon's id 1, which only the engine feeds"),
     (["--cache.params.every", "[2, 8]", "--model.path", "{root}/trained"],
      "cache.params.every: 8 is not one of the 2, 4 that the model was trained with"),
     (["--cache.params", "{every: 2, positions: shared}", "--model.path", "{root}/trained"],

@@ -174,3 +174,105 @@ def test_adapters_of_a_model_that_was_never_saved_are_refused(tmp_path):
     built.tokenizer.save_pretrained(tmp_path / "adapters")
     with pytest.raises(KvrlError, match="names no base model"):
         load_model(str(tmp_path / "adapters"), "float32")
+
+
+FILES = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+
+
+def names_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_run_that_overwrites_leaves_nothing_of_the_former_models(tmp_path):
+    """The second run starts from a model in the folder itself, whose weights are memory-mapped."""
+    from kvrl.models.tiny import make_tiny
+    from kvrl.tasks import get_task
+    from kvrl.train.setup import load_model
+
+    base = {"path": str(make_tiny(tmp_path / "base", get_task("recurrence").vocab, 0))}
+    run, changes = tmp_path / "run", {"warm_start": None, "train": {"max_steps": 1}, "overwrite_output_dir": True}
+    train(make_config(run, model=base, lora={"r": 2}, grpo={"beta": 0.1}, **changes))
+    assert "adapter_config.json" in names_in(run / "model")
+    train(make_config(run, model=base, grpo={"beta": 0.1}, **changes))
+    assert names_in(run / "model") == FILES and names_in(run / "reference") == FILES - {
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    start = load_model(str(run / "model"), "float32")[0].lm_head.weight.detach().clone()
+    (run / "teacher").mkdir()
+    own = make_config(run, model={"path": str(run / "model")}, **changes)
+    built, _ = build(own, lambda text: None)
+    assert torch.equal(built.model.lm_head.weight, start)
+    train(own)
+    assert names_in(run / "model") == FILES and not {"reference", "teacher"} & names_in(run)
+
+
+def test_nothing_is_lost_before_a_run_can_start(run, monkeypatch):
+    before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
+    changes = {"overwrite_output_dir": True, "checkpoint": {}, "grpo": {"beta": 0.1}}
+    monkeypatch.setattr("kvrl.train.run.make_optimizer", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(resumed(run, **changes))
+    assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(KvrlError, match="output_dir: .* holds another run; give another folder"):
+        train(resumed(run, checkpoint={}))  # a model alone is not written over either
+    model = {"path": str(run / "model")}
+    with pytest.raises(KvrlError, match="output_dir: .* the base that the adapters of lora need afterwards; give"):
+        train(resumed(run, **changes, lora={"r": 2}, model=model))
+
+
+@pytest.mark.parametrize("start", ["tiny", "adapters"])
+def test_adapters_whose_base_no_folder_holds_are_saved_merged(tmp_path, monkeypatch, start):
+    """`model/` and each checkpoint's is the trained model; resuming goes on with the adapters, bit for bit."""
+    from kvrl.models.tiny import make_tiny
+    from kvrl.tasks import get_task
+    from kvrl.train.setup import load_model
+
+    noisy_rewards(monkeypatch)
+    changes = {"lora": {"r": 2}, "warm_start": None, "train": {"max_steps": 2, "learning_rate": 0.05}}
+    if start == "adapters":
+        base = make_tiny(tmp_path / "base", get_task("recurrence").vocab, 1)
+        train(make_config(tmp_path / "one", model={"path": str(base)}, **changes))
+        assert "adapter_config.json" in names_in(tmp_path / "one" / "model")
+        changes["model"] = {"path": str(tmp_path / "one" / "model")}
+    two = tmp_path / "two"
+    train(make_config(two, checkpoint={"every": 1}, **changes))
+    whole, ids = metrics_of(two), torch.tensor([[1, 5, 6, 7, 8]])
+    again = {"checkpoint": {"resume": "latest"}, **changes}
+    trained = build(make_config(two, **again), lambda text: None)[0].model.eval()
+    untrained = build(make_config(tmp_path / "none", **changes), lambda text: None)[0].model.eval()
+    want = trained(ids).logits.log_softmax(-1)
+    assert (untrained(ids).logits.log_softmax(-1) - want).abs().max() > 1e-2
+    for folder in (two / "model", two / "checkpoints" / "step-000002" / "model"):
+        assert names_in(folder) == FILES
+        saved = load_model(str(folder), "float32")[0].eval()
+        assert (saved(ids).logits.log_softmax(-1) - want).abs().max() < 1e-5
+    again["checkpoint"] = {"resume": str(two / "checkpoints" / "step-000001")}
+    train(make_config(two, **again))
+    assert (
+        metrics_of(two)[-1]["loss"] == whole[-1]["loss"] and metrics_of(two)[-1]["grad_norm"] == whole[-1]["grad_norm"]
+    )
+    shutil.rmtree(two / "checkpoints" / "step-000001" / "adapters")
+    with pytest.raises(KvrlError, match="step-000001/adapters is missing; resume from a complete checkpoint"):
+        build(make_config(two, **again), lambda text: None)
+
+
+@pytest.mark.parametrize("lora", [
+    {"target_modules": ["q_proj", "lm_head"]}, {"target_modules": ["embed_tokens"]}, {"modules_to_save": ["lm_head"]},
+])  # fmt: skip
+def test_adapters_of_a_tied_head_or_embedding_alone_are_merged_into_it_alone(tmp_path, lora):
+    from kvrl.models.tiny_families import build_family
+    from kvrl.train.setup import add_lora, merged
+
+    config = make_config(tmp_path, warm_start=None, lora={"r": 2, **lora})
+    model = add_lora(build_family("llama", tie_word_embeddings=True), config, None).eval()
+    for name, p in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            p.data.add_(torch.linspace(-0.1, 0.2, p.numel()).view_as(p))
+    ids = torch.tensor([[1, 5, 6, 7, 8]])
+    want = model(ids).logits
+    whole = merged(model)
+    whole.save_pretrained(tmp_path / "whole")
+    for found in (whole, type(whole).from_pretrained(tmp_path / "whole")):
+        assert torch.allclose(found.eval()(ids).logits, want, atol=1e-4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import pickle
 import shutil
@@ -16,10 +17,12 @@ from kvrl.beacons.model import save_beacon
 from kvrl.errors import KvrlError
 from kvrl.train.config import Config
 from kvrl.train.distiller import Distiller
+from kvrl.train.setup import ADAPTERS, merged
 
 STATE, CONFIG, TRAINING, MODEL = "state.json", "config.json", "optimizer.pt", "model"
 TEACHER = "teacher"
 """The policy, where `model` is a student apart from it."""
+CHECKPOINTS, METRICS = "checkpoints", "metrics.jsonl"
 
 MAY_CHANGE = ("output_dir", "overwrite_output_dir", "checkpoint", "eval", "parity", "rollout.slots",
               "rollout.kv_memory", "train.micro_batch_tokens", "train.num_threads",
@@ -33,10 +36,13 @@ def save_checkpoint(
     state: dict, config: Config, critic: nn.Module | None = None, distiller: Distiller | None = None,
 ) -> Path:  # fmt: skip
     """Write `checkpoints/step-N` (whole or not at all) after step N; delete the oldest beyond `checkpoint.keep`."""
-    folder = output_dir / "checkpoints" / f"step-{step:06d}"
+    folder = output_dir / CHECKPOINTS / f"step-{step:06d}"
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)
     save_models(partial, models, tokenizer)
+    for model in models.values():
+        if has_lost_base(model):  # `model` has them merged, which rounds
+            model.save_pretrained(partial / ADAPTERS)  # type: ignore[operator]
     torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
                 "torch_rng": torch.get_rng_state(), "critic": None if critic is None else critic.state_dict(),
                 "distiller": None if distiller is None else distiller.state_dict()}, partial / TRAINING)  # fmt: skip
@@ -50,16 +56,32 @@ def save_checkpoint(
 
 
 def save_models(folder: Path, models: dict[str, nn.Module], tokenizer: Any) -> None:
-    """Each model in the folder of its name."""
+    """Each model in the folder of its name, of whose former content nothing stays: it might be loaded instead."""
     for name, model in models.items():
+        shutil.rmtree(folder / name, ignore_errors=True)
         save_model(folder / name, model, tokenizer)
 
 
 def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
-    """An ordinary `save_pretrained` folder (adapters alone under LoRA, with a note of the beacon if there is one)."""
+    """An ordinary `save_pretrained` folder: adapters alone under LoRA, with a note of the beacon if there is one.
+
+    Adapters whose base no folder holds are merged into it, and the whole model is saved.
+    """
+    if has_lost_base(model):
+        model = merged(copy.deepcopy(model))
     model.save_pretrained(folder)  # type: ignore[operator]
     save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
+
+
+def has_lost_base(model: Any) -> bool:
+    """Whether a model is adapters on a base that no folder holds: `tiny`, or one that adapters were merged into."""
+    return hasattr(model, "peft_config") and not any(c.base_model_name_or_path for c in model.peft_config.values())
+
+
+def is_occupied(output_dir: Path) -> bool:
+    """Whether a folder holds a run, or a model where a run would write its own."""
+    return (output_dir / METRICS).exists() or (output_dir / MODEL).exists()
 
 
 def find_checkpoint(output_dir: Path, resume: str | None) -> Path | None:
@@ -87,9 +109,7 @@ def load_state(folder: Path) -> dict[str, Any]:
 
 def check_resume(folder: Path, config: Config) -> None:
     """Raise KvrlError for a checkpoint that `config` cannot continue: incomplete, of another run, or past its end."""
-    for name in (STATE, CONFIG, TRAINING, MODEL, *([TEACHER] if config.separate_student else [])):
-        if not (folder / name).exists():
-            raise KvrlError(f"checkpoint.resume: {folder / name} is missing; resume from a complete checkpoint")
+    _check_parts(folder, STATE, CONFIG, TRAINING, MODEL, *([TEACHER] if config.separate_student else []))
     step = load_state(folder)["step"]
     before, now = _read_json(folder / CONFIG), config.model_dump(mode="json")
     for field, was, wanted in _differences(before, now):
@@ -102,16 +122,24 @@ def check_resume(folder: Path, config: Config) -> None:
             f"checkpoint.resume: {field} is {new}, and the run of {folder} had {old}; set {field} to {old}, or start a "
             "new run in another output_dir"
         )
+    if config.lora is not None and not (folder / MODEL / "adapter_config.json").exists():
+        _check_parts(folder, ADAPTERS)
     if step > config.train.max_steps:
         raise KvrlError(
             f"train.max_steps: {config.train.max_steps} is below step {step} of {folder}; raise it to at least {step}"
         )
     output_dir = Path(config.output_dir)
-    elsewhere = folder.resolve().parent != (output_dir / "checkpoints").resolve()
-    if elsewhere and (output_dir / "metrics.jsonl").exists():
+    elsewhere = folder.resolve().parent != (output_dir / CHECKPOINTS).resolve()
+    if elsewhere and is_occupied(output_dir):
         raise KvrlError(
             f"output_dir: {output_dir} holds another run than {folder}; give the run's own folder, or an empty one"
         )
+
+
+def _check_parts(folder: Path, *names: str) -> None:
+    for name in names:
+        if not (folder / name).exists():
+            raise KvrlError(f"checkpoint.resume: {folder / name} is missing; resume from a complete checkpoint")
 
 
 def _differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -157,5 +185,5 @@ def load_training(
 
 
 def _checkpoints(output_dir: Path) -> list[Path]:
-    found = (output_dir / "checkpoints").glob("step-*")
+    found = (output_dir / CHECKPOINTS).glob("step-*")
     return sorted(p for p in found if (p / STATE).is_file() and p.suffix != ".partial")

@@ -8,17 +8,27 @@ import tempfile
 from pathlib import Path
 
 from kvrl.errors import KvrlError
-from kvrl.train.checkpoint import TEACHER
+from kvrl.train.checkpoint import CHECKPOINTS, METRICS, MODEL, TEACHER, is_occupied
 from kvrl.train.config import Config
+from kvrl.train.setup import REFERENCE
+
+FILES = (METRICS, "summary.json", "reward.png")
+FOLDERS = (CHECKPOINTS, MODEL, TEACHER, REFERENCE)
 
 
 def check_output_dir(config: Config) -> None:
-    """Raise KvrlError rather than write over another run, or into what is no folder."""
+    """Raise KvrlError rather than write over another run, over the base of adapters, or into what is no folder."""
     if not config.output_dir.strip():
         raise KvrlError("output_dir: is empty; give the path of a folder, such as runs/first")
     check_folder(Path(config.output_dir))
-    occupied = (Path(config.output_dir) / "metrics.jsonl").exists()
-    if occupied and config.checkpoint.resume is None and not config.overwrite_output_dir:
+    start = Path(config.model.path).expanduser().resolve()
+    written = [(Path(config.output_dir) / name).resolve() for name in FOLDERS]
+    if config.lora is not None and any(start.is_relative_to(folder) for folder in written):
+        raise KvrlError(
+            f"output_dir: {config.output_dir} is where the run writes its own model, and model.path "
+            f"({config.model.path}) in it is the base that the adapters of lora need afterwards; give another folder"
+        )
+    if is_occupied(Path(config.output_dir)) and config.checkpoint.resume is None and not config.overwrite_output_dir:
         raise KvrlError(
             f"output_dir: {config.output_dir} holds another run; give another folder, or continue it with "
             "--checkpoint.resume latest, or start anew in it with --overwrite_output_dir true"
@@ -44,11 +54,14 @@ def make_output_dir(folder: Path, field: str = "output_dir") -> None:
 
 
 def prepare_output_dir(config: Config) -> None:
-    """Make the folder, without what another run left in it unless that run goes on."""
+    """Make the folder, without what another run left in it unless that run goes on.
+
+    The model may have been loaded from one of these folders: its memory-mapped weights outlive the deleted files.
+    """
     output_dir = Path(config.output_dir)
     if config.checkpoint.resume is None:
-        for name in ("metrics.jsonl", "summary.json", "reward.png"):
+        for name in FILES:
             (output_dir / name).unlink(missing_ok=True)
-        for name in ("checkpoints", TEACHER):
+        for name in FOLDERS:
             shutil.rmtree(output_dir / name, ignore_errors=True)
     (output_dir / "config.json").write_text(config.model_dump_json(indent=2))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 from kvrl.beacons.config import beacons_for
@@ -43,7 +42,7 @@ from kvrl.train.distiller import Distiller
 from kvrl.train.optimizer import MasterAdamW, make_optimizer, make_scheduler
 from kvrl.train.preflight import preflight
 from kvrl.train.section import WarmStart
-from kvrl.train.setup import Reference, adapters_of, load_policy
+from kvrl.train.setup import REFERENCE, Reference, adapters_of, load_policy
 from kvrl.train.supervised import BETAS, check_demonstrations
 from kvrl.train.warm_start import warm_start
 
@@ -129,7 +128,7 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     distillation = config.distillation
     taught_by_start = distillation is not None and distillation.teacher_weights == "start"
     if config.settings.beta > 0 or taught_by_start:
-        reference = starting_model(config, model, output_dir, resumed is not None)
+        reference = starting_model(config, model, output_dir / REFERENCE, resumed is not None)
     if distillation is not None:
         distiller = Distiller(distillation, model, reference, apart=apart)
     if config.algorithm == "ppo":
@@ -225,23 +224,16 @@ def make_start(config: Config, folder: Path, say: Say) -> None:
     save_model(folder, model, tokenizer)
 
 
-def starting_model(config: Config, model: Any, output_dir: Path, resumed: bool) -> Reference:
-    """The model that KL and distillation refer to: kept in `reference/` so that a resumed run has the same one."""
-    folder, lora = output_dir / "reference", config.lora is not None
+def starting_model(config: Config, model: Any, folder: Path, resumed: bool) -> Reference:
+    """The model that KL and distillation refer to: as it is now, or as the resumed run kept it in `folder`."""
+    lora = config.lora is not None
     if lora and config.warm_start is None:
         return Reference(model, lora=True)
-    if resumed and not folder.is_dir():
+    if not resumed:
+        started = {name: tensor.clone() for name, tensor in adapters_of(model).items()} if lora else None
+        return Reference(model, lora=lora, adapters=started)
+    if not folder.is_dir():
         raise KvrlError(
             f"checkpoint.resume: {folder} is missing, the model that the run started from; restore it or start anew"
         )
-    if lora:
-        file = folder / "adapters.safetensors"
-        if not resumed:
-            folder.mkdir(parents=True, exist_ok=True)
-            save_file({name: tensor.cpu().contiguous() for name, tensor in adapters_of(model).items()}, file)
-        adapters = {name: tensor.to(model.device) for name, tensor in load_file(file).items()}
-        return Reference(model, lora=True, adapters=adapters)
-    if not resumed:
-        model.save_pretrained(folder)
-        return Reference(model, lora=False)
-    return Reference(type(model).from_pretrained(folder, dtype=model.dtype).to(model.device), lora=False)
+    return Reference.load(folder, model, lora=lora)

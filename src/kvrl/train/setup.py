@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvrl.beacons.config import beacons_for, beacons_of, params_of
-from kvrl.beacons.model import add_beacon, restore_beacon
+from kvrl.beacons.model import add_beacon, restore_beacon, token_id
 from kvrl.errors import KvrlError
 from kvrl.models.fetch import resolve_model
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
@@ -22,6 +23,10 @@ from kvrl.tasks import Task
 from kvrl.train.config import Config
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+REFERENCE = "reference"
+"""The starting model, beside a run's checkpoints: a resumed run has the same one."""
+ADAPTERS = "adapters"
+"""In a checkpoint whose `model` has them merged: the adapters, as they are trained on."""
 
 
 def load_policy(config: Config, task: Task, folder: Path | None) -> tuple[nn.Module, Any]:
@@ -49,8 +54,13 @@ def load_policy(config: Config, task: Task, folder: Path | None) -> tuple[nn.Mod
 
 def give_beacon(model: nn.Module, tokenizer: Any, config: Config) -> None:
     """Add the beacon that a configuration asks for, or check that the model's own is it."""
-    if beacons_of(model) is not None:
+    if (own := beacons_of(model)) is not None:
         beacons_for(config.cache, model)
+        if (token := config.beacons.token) is not None and token_id(tokenizer, token, "beacons.token") != own.token_id:
+            raise KvrlError(
+                f"beacons.token: {token!r} is not the beacon that the model has, "
+                f"{tokenizer.convert_ids_to_tokens(own.token_id)!r}; leave beacons.token out"
+            )
         return
     params = params_of(config.cache)
     assert params.rates is not None  # the configuration names them
@@ -102,7 +112,22 @@ def load_model(path: str, dtype: str, *, merge: bool = False, field: str = "mode
             f"{field}: {path} cannot be loaded ({first_line(error)}); give a complete folder of a causal language "
             "model that this version of transformers knows"
         ) from error
-    return model.merge_and_unload().requires_grad_(True) if merge else model, tokenizer
+    return merged(model).requires_grad_(True) if merge else model, tokenizer
+
+
+def merged(model: Any) -> nn.Module:
+    """A model's adapters folded into its base, in place. It names no folder any more: none holds these weights."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    base = model.get_base_model()
+    table, head = base.get_input_embeddings(), base.get_output_embeddings()
+    if head.weight is table.weight and any(isinstance(layer, BaseTunerLayer) for layer in (table, head)):
+        own = getattr(head, "base_layer", head)  # what is learned for the one must not go into the other
+        own.weight = nn.Parameter(own.weight.detach().clone())
+        base.config.tie_word_embeddings = False
+    base = model.merge_and_unload()
+    base.name_or_path = ""
+    return base
 
 
 def check_hub(path: str, field: str) -> None:
@@ -168,18 +193,21 @@ def base_of_adapters(folder: str) -> str:
 
 
 def add_lora(model: nn.Module, config: Config, folder: Path | None) -> nn.Module:
-    """Attach new adapters, or those of a checkpoint."""
+    """Attach new adapters, or those of a checkpoint, of which `folder` is the model's."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     assert config.lora is not None
     if folder is not None:
-        return PeftModel.from_pretrained(model, folder, is_trainable=True)
+        beside = folder.with_name(ADAPTERS)
+        return PeftModel.from_pretrained(model, beside if beside.is_dir() else folder, is_trainable=True)
     modules = [name for name, _ in model.named_modules()]
     for wanted in config.lora.modules_to_save:
         if not any(name == wanted or name.endswith(f".{wanted}") for name in modules):
             known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in modules} - {""} - set(map(str, range(999)))))
             raise KvrlError(f"lora.modules_to_save: {wanted} is no module of the model; choose among {known}")
     beacons = beacons_of(model)
+    if beacons is not None:
+        check_embedding_is_free(model, config)
     lora = LoraConfig(
         task_type="CAUSAL_LM",
         r=config.lora.r,
@@ -196,6 +224,22 @@ def add_lora(model: nn.Module, config: Config, folder: Path | None) -> nn.Module
             return get_peft_model(model, lora)
     except ValueError as error:
         raise KvrlError(f"lora.target_modules: {config.lora.target_modules} is refused ({error})") from error
+
+
+def check_embedding_is_free(model: Any, config: Config) -> None:
+    """Raise KvrlError for adapters on the embedding, of which the beacon's row alone can learn beside them."""
+    assert config.lora is not None
+    name_of = {module: name for name, module in model.named_modules()}
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    layers = [name_of[table], name_of[head]] if head.weight is table.weight else [name_of[table]]
+    for field in ("modules_to_save", "target_modules"):
+        wanted = getattr(config.lora, field)
+        for given in [] if isinstance(wanted, str) else wanted:
+            if any(name == given or name.endswith(f".{given}") for name in layers):
+                raise KvrlError(
+                    f"lora.{field}: {given} is the embedding, of which a beacon's row is trained alone; leave {given} "
+                    "out, or leave lora out to train all weights"
+                )
 
 
 class Reference:
@@ -224,6 +268,24 @@ class Reference:
                 yield self.model
             finally:
                 self._use(trained)
+
+    def save(self, folder: Path) -> None:
+        """Keep what a resumed run cannot make anew: the model, or the adapters that a warm start trained."""
+        if not self.lora:
+            self.model.save_pretrained(folder)  # type: ignore[operator]
+        elif self.adapters is not None:
+            folder.mkdir(parents=True)
+            tensors = {name: tensor.cpu().contiguous() for name, tensor in self.adapters.items()}
+            save_file(tensors, folder / "adapters.safetensors")
+
+    @classmethod
+    def load(cls, folder: Path, model: Any, *, lora: bool) -> Reference:
+        """What `save` kept, for the model that learns."""
+        if not lora:
+            kept = type(model).from_pretrained(folder, dtype=model.dtype)
+            return cls(kept.to(model.device), lora=False)
+        tensors = load_file(folder / "adapters.safetensors")
+        return cls(model, lora=True, adapters={name: tensor.to(model.device) for name, tensor in tensors.items()})
 
     def _use(self, adapters: dict[str, Tensor]) -> None:
         for name, parameter in self.model.named_parameters():

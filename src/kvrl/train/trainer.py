@@ -25,6 +25,7 @@ from kvrl.train.diagnostics import check_parity, dense_mismatch, parity, repetit
 from kvrl.train.output import check_output_dir, make_output_dir, prepare_output_dir
 from kvrl.train.run import Run, build
 from kvrl.train.runlog import RunLog
+from kvrl.train.setup import REFERENCE
 from kvrl.train.update import update
 
 
@@ -179,6 +180,8 @@ def train(config: Config) -> dict[str, Any]:
     console = widened(Console(highlight=False))
     run, done = build(config, console.print)
     prepare_output_dir(config)
+    if run.reference is not None and config.checkpoint.resume is None:
+        run.reference.save(output_dir / REFERENCE)
     evaluations: dict[int, list[Evaluation]] = {}
     with RunLog(output_dir, config.train.max_steps, console) as log:
         run.on_step = log.sampling
