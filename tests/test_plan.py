@@ -78,10 +78,10 @@ def test_the_evaluation_is_its_largest_budget_with_its_own_slots():
 
 
 def test_beacons():
-    """Slots hold the prompt, every beacon, a whole window and the beacon being fed; the trace covers beacons too."""
+    """Slots hold the prompt, beacons of the shortest windows and one of the longest; the trace covers beacons too."""
     beacons = {"cache": {"policy": "beacon", "params": {"every": [4, 10]}}}
     plan = make_plan(tiny(**beacons))
-    assert plan.kv_per_slot == 2 * 3 * 2 * 32 * 4 * (5 + 25 + 4 + 1)  # K and V, layers, heads, width, float32
+    assert plan.kv_per_slot == 2 * 3 * 2 * 32 * 4 * (5 + 23 + 10 + 2)  # K and V, layers, heads, width, float32
     assert plan.trace_per_sequence == 2 * 3 * 2 * (5 + 100 + 24) + 4 * 24
     taught = make_plan(tiny(method="breadcrumbs", **beacons))
     assert taught.kv_per_slot == taught.full_kv_per_slot == plan.full_kv_per_slot

@@ -68,6 +68,14 @@ def test_the_mean_leaves_out_the_token_itself_and_rows_without_a_token():
     assert torch.allclose(other.get_input_embeddings().weight[6], before[rows].mean(0), atol=1e-6)
 
 
+def test_an_unused_token_that_is_not_marked_special():
+    tokenizer = build_tiny_tokenizer([*WORDS, "<unused0>"])
+    lm = build_family("llama", vocab_size=len(tokenizer))
+    index = tokenizer.convert_tokens_to_ids("<unused0>")
+    assert index not in tokenizer.all_special_ids
+    assert kvrl.add_beacon(lm, tokenizer, every=2, token="<unused0>").token_id == index
+
+
 def test_tied_embeddings():
     tokenizer = build_tiny_tokenizer(WORDS)
     lm = build_family("llama", vocab_size=8, tie_word_embeddings=True)

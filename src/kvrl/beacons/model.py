@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -87,9 +88,10 @@ def reserved_token(model: Any, tokenizer: Any, token: str) -> int:
     """The id of a token that shall be the beacon. KvrlError for one that means something else, such as a word."""
     index = token_id(tokenizer, token, "beacons.token")
     added = tokenizer.added_tokens_decoder.get(index)
-    if index not in tokenizer.all_special_ids and (added is None or not added.special):
+    special = index in tokenizer.all_special_ids or (added is not None and added.special)
+    if not special and not re.search("unused|reserved", token):  # as Gemma has <unused0>, which is not marked special
         raise KvrlError(
-            f"beacons.token: {token!r} is an ordinary token, which texts may hold; name a special one, or "
+            f"beacons.token: {token!r} is an ordinary token, which texts may hold; name a special or an unused one, or "
             "leave beacons.token out for a new one"
         )
     ends = getattr(model.generation_config, "eos_token_id", None) if hasattr(model, "generation_config") else None
