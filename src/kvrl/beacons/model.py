@@ -33,9 +33,9 @@ def add_beacon(
 ) -> BeaconSet:
     """Give a model a beacon, in place, and say so in its config, with which it is saved.
 
-    every: raw tokens of a window, or the set of them that it is trained with. token: a reserved special token,
-    which becomes the beacon; None: a new one, with a new row of the embedding. start: where its embedding starts, `mean`
-    of all others, or a token whose embedding it takes. Raises KvrlError for a token that cannot be used, for a
+    every: raw tokens of a window, or the set of them that it is trained with. token: a reserved token, which becomes
+    the beacon; None: a new one, with a new row of the embedding. start: where its embedding starts, `mean` of all
+    others, or a token whose embedding it takes. Raises KvrlError for a token that cannot be used, for a
     model that has a beacon, and for one with adapters, which must be added after it.
     """
     rates = tuple(sorted(whole_numbers(every, "every")))

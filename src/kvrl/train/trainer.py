@@ -101,12 +101,14 @@ def collect(run: Run) -> tuple[Batch, dict[str, float]]:
     if not kept_rewards:  # no group with signal in any round: an update without gradient, counted as such
         kept_rollouts, kept_rewards = rollouts, [rewards]
     batch = Batch.build(kept_rollouts[: wanted * size], torch.cat(kept_rewards)[: wanted * size], config)
+    scored = Scores.joined(scores)
     # Rewards and caches of all that was sampled: dynamic sampling must not flatter them
     metrics = (
-        Scores.joined(scores).metrics()
+        scored.metrics()
         | sampler_metrics(sampled)
         | batch.metrics()
         | {
+            "reward": float(scored.rewards.nanmean()),  # NaN where nothing was given
             "sampling_rounds": float(len(sampled)),
             "prompts_dropped": float(run.prompts.dropped),
             "position": float(run.prompts.position),
