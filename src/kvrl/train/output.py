@@ -17,16 +17,16 @@ FOLDERS = (CHECKPOINTS, MODEL, TEACHER, REFERENCE)
 
 
 def check_output_dir(config: Config) -> None:
-    """Raise KvrlError rather than write over another run, over the base of adapters, or into what is no folder."""
+    """Raise KvrlError rather than write over another run, over the run's own start, or into what is no folder."""
     if not config.output_dir.strip():
         raise KvrlError("output_dir: is empty; give the path of a folder, such as runs/first")
     check_folder(Path(config.output_dir))
     start = Path(config.model.path).expanduser().resolve()
     written = [(Path(config.output_dir) / name).resolve() for name in FOLDERS]
-    if config.lora is not None and any(start.is_relative_to(folder) for folder in written):
+    if config.checkpoint.resume is None and any(start.is_relative_to(folder) for folder in written):
         raise KvrlError(
-            f"output_dir: {config.output_dir} is where the run writes its own model, and model.path "
-            f"({config.model.path}) in it is the base that the adapters of lora need afterwards; give another folder"
+            f"output_dir: {config.output_dir} is cleared of its models before training, and model.path "
+            f"({config.model.path}) is one of them; give another folder"
         )
     if is_occupied(Path(config.output_dir)) and config.checkpoint.resume is None and not config.overwrite_output_dir:
         raise KvrlError(
@@ -54,10 +54,7 @@ def make_output_dir(folder: Path, field: str = "output_dir") -> None:
 
 
 def prepare_output_dir(config: Config) -> None:
-    """Make the folder, without what another run left in it unless that run goes on.
-
-    The model may have been loaded from one of these folders: its memory-mapped weights outlive the deleted files.
-    """
+    """Make the folder, without what another run left in it unless that run goes on."""
     output_dir = Path(config.output_dir)
     if config.checkpoint.resume is None:
         for name in FILES:
