@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from kvrl.beacons.config import beacons_for, beacons_of
 from kvrl.beacons.insert import insert_drawn
@@ -15,6 +16,7 @@ from kvrl.distill import Distillation
 from kvrl.errors import KvrlError
 from kvrl.eval.run_defaults import teacher_of
 from kvrl.learner import Scorer, completion_mask
+from kvrl.train.optimizer import POLICY, STUDENT, optimized
 from kvrl.train.run import build
 from kvrl.train.setup import load_model
 from kvrl.train.trainer import collect, train, train_step
@@ -102,6 +104,35 @@ def test_a_separate_student_learns_from_the_policy_alone(tmp_path, rl, monkeypat
     plain.model.load_state_dict(run.model.state_dict())
     for name, gradient in gradients_of(plain, batch, monkeypatch).items():
         assert (gradient - of_policy[name]).abs().max() < 1e-5 * max(1, float(gradient.abs().max())), name
+
+
+@pytest.mark.parametrize("rl", [True, False])
+def test_a_separate_student_takes_steps_of_its_own(tmp_path, rl, monkeypatch):
+    """After the policy's one, on parts of the batch that hold every completion once; the schedule counts one step."""
+    kl = []
+    for parts in (1, 4):
+        own = {"student": "separate", "num_minibatches": parts, "rl": rl, "learning_rate": 1e-9}
+        run, batch = scored_batch(breadcrumbs(tmp_path, breadcrumbs=own, train={"learning_rate": 1e-9}))
+        stepped, step = [], run.optimizer.step
+
+        def noting(stepped=stepped, step=step, run=run):
+            stepped.append([role for role in (POLICY, STUDENT) if any(
+                p.grad is not None for p in optimized(run.optimizer, role)
+            )])  # fmt: skip
+            step()
+
+        monkeypatch.setattr(run.optimizer, "step", noting)
+        kl.append(update(run, batch, 1)["distill/kl/mean"])
+        assert stepped == [[POLICY]] * rl + [[STUDENT]] * parts
+        assert run.scheduler.scheduler.last_epoch == 1
+    assert kl[0] == pytest.approx(kl[1], rel=1e-4)
+
+
+def test_parts_that_cannot_be(tmp_path):
+    with pytest.raises(ValidationError, match="breadcrumbs.num_minibatches: 13 is above the 12 completions"):
+        breadcrumbs(tmp_path, breadcrumbs={"student": "separate", "num_minibatches": 13})
+    with pytest.raises(ValidationError, match="breadcrumbs.num_minibatches: is that of a separate student"):
+        breadcrumbs(tmp_path, breadcrumbs={"num_minibatches": 2})
 
 
 @pytest.mark.parametrize("student", ["same", "separate"])

@@ -40,6 +40,8 @@ class BreadcrumbsSettings(Section):
     by the distillation alone. It is saved as `model`, the policy beside it as `teacher`."""
     learning_rate: Positive | None = None
     """Peak learning rate of a separate student. Default: train.learning_rate."""
+    num_minibatches: int = Field(1, ge=1)
+    """Parts of a rollout batch on each of which a separate student takes an optimiser step."""
     warm_start: BeaconWarmStart | None = None
     """None: a separate student starts as a copy that never saw a beacon."""
     weight: NonNegative = 1.0
@@ -85,6 +87,16 @@ def check_beacons(config: Config) -> None:
         raise KvrlError(
             "breadcrumbs.learning_rate: is that of a separate student, and the policy itself learns; set "
             "train.learning_rate, or breadcrumbs.student to separate"
+        )
+    elif own.student == "same" and own.num_minibatches > 1:
+        raise KvrlError(
+            "breadcrumbs.num_minibatches: is that of a separate student, and the policy itself learns with the "
+            f"objective; set {config.algorithm}.num_minibatches, or breadcrumbs.student to separate"
+        )
+    elif own.num_minibatches > (batch := config.train.prompts_per_step * config.settings.num_generations):
+        raise KvrlError(
+            f"breadcrumbs.num_minibatches: {own.num_minibatches} is above the {batch} completions of a rollout batch; "
+            "lower it"
         )
     elif own.student == "same" and own.warm_start is not None:
         raise KvrlError(

@@ -257,7 +257,9 @@ class Config(Section):
 
     @property
     def updates(self) -> int:
-        """Optimiser steps of one rollout batch."""
+        """Optimiser steps of one rollout batch, as the learning rate's course counts them."""
+        if self.separate_student and not self.breadcrumbs.rl:
+            return 1  # of the student's, as many as they are
         return self.settings.num_iterations * self.settings.num_minibatches
 
     @property

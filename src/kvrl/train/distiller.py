@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kvrl.clock import now
 from kvrl.distill import Distillation, Weights, always
 from kvrl.learner import Scored
 from kvrl.objectives.distill import controlled_weight, warmup
 from kvrl.objectives.losses import Metrics, total
-from kvrl.sampler.types import Rollout
 from kvrl.train.config import DistillSettings
 from kvrl.train.setup import Reference
 
@@ -61,17 +59,6 @@ class Distiller:
         if apart and weights is None:
             weights = always(model)
         self.distillation = Distillation(settings.teacher, settings.kl, settings.top_k, weights)
-
-    def lesson(self, scored: Scored, rollouts: Sequence[Rollout], pupil: Any) -> tuple[Scored, float]:
-        """The forward that holds the divergence, and the seconds it took beside the objective's.
-
-        pupil: the scorer of a student apart from the policy; None: `scored` holds it.
-        """
-        if pupil is None:
-            return scored, scored.distill_seconds
-        start = now(scored.logps.device)
-        lesson = pupil(rollouts, view=self.distillation.student, distill=self.distillation)
-        return lesson, now(scored.logps.device) - start
 
     def mask(self, mask: Tensor, advantages: Tensor | None) -> Tensor:
         """bool [N, C]: the tokens that teach; advantages [N] or [N, C]."""

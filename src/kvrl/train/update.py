@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,7 +10,6 @@ from torch import Tensor
 from kvrl.beacons.config import beacons_for
 from kvrl.beacons.insert import insert_drawn
 from kvrl.clock import now
-from kvrl.distill import Distillation
 from kvrl.errors import KvrlError
 from kvrl.learner import Scorer, completion_mask, sampler_logprobs
 from kvrl.objectives.corrections import CorrectionConfig
@@ -36,19 +34,14 @@ class Course:
     fixed: Fixed
     rl: bool
     """Whether the rewards teach. If not, the distillation does alone."""
-    learner: Any
-    """The wrapped scorer whose forward holds the objective, or the distillation alone."""
     view: View
+    """Of the policy's forward, which holds the objective, the distillation into the policy itself, or both."""
     distiller: Distiller | None
-    """None also where who would learn from it waits for the critic."""
-    distillation: Distillation | None
-    """What that forward compares besides."""
-    student: Any
-    """The wrapped scorer of a second model, which the distillation teaches by a forward of its own."""
+    """Of the policy. None where another model is taught, and while the policy waits for its critic."""
     taught: Tensor | None
     """bool [N, C]: the tokens that the distillation counts."""
     two_graphs: bool
-    """Whether objective and distillation share no graph: then what the distillation costs can be told."""
+    """Whether the policy's objective and distillation share no graph: what the distillation costs can be told."""
 
 
 @dataclass
@@ -64,17 +57,14 @@ class Tally:
 
     def metrics(self) -> dict[str, float]:
         """Means over optimiser steps and tokens; nothing where no step was taken."""
-        if not self.norms:
-            return {}
-        return (
-            mean_metrics(merge_metrics(self.parts))
-            | {
-                "loss": float(sum(self.losses)) / len(self.norms),
-                "grad_norm": float(sum(self.norms)) / len(self.norms),
-                "entropy": float(torch.cat(self.entropies).mean()),
-            }
-            | ({"distill/weight": sum(self.weights) / len(self.weights)} if self.weights else {})
-        )
+        metrics = mean_metrics(merge_metrics(self.parts)) if self.parts else {}
+        if self.weights:
+            metrics["distill/weight"] = sum(self.weights) / len(self.weights)
+        if self.norms:
+            metrics["loss"] = float(sum(self.losses)) / len(self.norms)
+            metrics["grad_norm"] = float(sum(self.norms)) / len(self.norms)
+            metrics["entropy"] = float(torch.cat(self.entropies).mean())
+        return metrics
 
 
 def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[str, float]:
@@ -86,7 +76,7 @@ def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[st
     course, tally = make_course(run, batch, step), Tally()
     correction = course.fixed.views.correction
     metrics = dict(course.fixed.metrics) | ({} if correction is None else correction.metrics)
-    for iteration in range(settings.num_iterations):
+    for iteration in range(settings.num_iterations if course.rl or run.pupil is None else 0):
         order = config.seed + 1009 * step + iteration
         for mini in minibatches(len(course.rollouts), settings.num_minibatches, settings.num_generations, order):
             if course.rl and not course.fixed.teaches(mini):  # every sample was dropped or rejected
@@ -98,8 +88,10 @@ def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[st
                 metrics |= spread(torch.cat(differences))
                 check_parity(metrics, config.parity_tolerances)
             tally.norms.append(optimizer_step(run, course, step))
+    if run.pupil is not None:
+        teach(run, course, step, tally)
     metrics |= tally.metrics()
-    if course.two_graphs:
+    if course.two_graphs or (run.pupil is not None and course.rl):
         metrics["breadcrumbs/seconds"] = tally.taught_seconds
     return metrics | {"learning_rate": run.scheduler.get_last_lr()[0], "updates_skipped": float(run.skipped)}
 
@@ -112,23 +104,24 @@ def make_course(run: Run, batch: Batch, step: int) -> Course:
         rollouts = insert_drawn(rollouts, beacons_for(config.cache, run.model), config.seed, step)
         rl = config.breadcrumbs.rl
         view = "dense" if rl else "sparse"  # alone the student needs the gradient, the teacher none
-    student = run.pupil if rl else None
     if rl:
         fixed = run.algorithm.prepare(batch, fixed_views(run, batch), step)
     else:  # whatever the rewards are
         fixed = Fixed(completion_mask(rollouts), Views(sampler_logprobs(rollouts)), step)
-    if rl and student is None and run.algorithm.critic_alone(step):
+    taught: Tensor | None = None
+    if run.pupil is not None:  # whatever the rewards are
+        taught, distiller = completion_mask(rollouts), None
+    elif rl and run.algorithm.critic_alone(step):
         distiller = None
+    elif distiller is not None:
+        taught = distiller.mask(fixed.mask, fixed.advantages)
     return Course(
         rollouts=rollouts,
         fixed=fixed,
         rl=rl,
-        learner=run.scorer if rl or run.pupil is None else run.pupil,
         view=view,
         distiller=distiller,
-        distillation=None if distiller is None or student is not None else distiller.distillation,
-        student=student,
-        taught=None if distiller is None else distiller.mask(fixed.mask, fixed.advantages),
+        taught=taught,
         two_graphs=breadcrumbs and rl and distiller is not None,
     )
 
@@ -139,6 +132,7 @@ def accumulate(run: Run, course: Course, mini: list[int], step: int, tally: Tall
     Returns the differences to the sampler's log-probs, if they are compared.
     """
     algorithm, distiller, fixed, differences = run.algorithm, course.distiller, course.fixed, []
+    distillation = None if distiller is None else distiller.distillation
     if course.rl:
         units, normaliser = algorithm.units(fixed, mini), algorithm.normaliser(fixed, mini)
     else:
@@ -147,22 +141,21 @@ def accumulate(run: Run, course: Course, mini: list[int], step: int, tally: Tall
         tally.weights.append(distiller.weight_at(step))
     for micro in micro_batches(course.rollouts, units, run.config.train.micro_batch_tokens):
         chosen = [course.rollouts[i] for i in micro]
-        scored = course.learner(chosen, view=course.view, distill=course.distillation)
+        scored = run.scorer(chosen, view=course.view, distill=distillation)
         cut = Cut(micro, scored.logps)
         if compare:
             differences.append(difference(scored.logps.detach(), chosen))
         loss, part = algorithm.loss(scored, fixed, cut, normaliser) if course.rl else (torch.zeros(()), {})
         if distiller is not None:
             assert course.taught is not None
-            lesson, seconds = distiller.lesson(scored, chosen, course.student)
-            term, more = distiller.term(lesson, cut(course.taught), int(course.taught[mini].sum()))
+            term, more = distiller.term(scored, cut(course.taught), int(course.taught[mini].sum()))
             if distiller.settings.grad_ratio is not None:
                 distiller.gather(loss, term)
             term, part = distiller.weight_at(step) * term, part | more
             if course.two_graphs:
                 start = now(term.device)
                 run.accelerator.backward(term)
-                tally.taught_seconds += seconds + now(term.device) - start
+                tally.taught_seconds += scored.distill_seconds + now(term.device) - start
                 term = term.detach()
             loss = loss + term
         run.accelerator.backward(loss)
@@ -172,21 +165,48 @@ def accumulate(run: Run, course: Course, mini: list[int], step: int, tally: Tall
     return differences
 
 
+def teach(run: Run, course: Course, step: int, tally: Tally) -> None:
+    """A separate student's optimiser steps on the batch, with the policy as its updates left it as the teacher.
+
+    Without reinforcement learning they are the run's steps, and their loss and gradient norm its own.
+    """
+    assert run.distiller is not None and course.taught is not None
+    distillation, weight = run.distiller.distillation, run.distiller.weight_at(step)
+    start, order = now(run.accelerator.device), run.config.seed + 1009 * step
+    for mini in minibatches(len(course.rollouts), run.config.breadcrumbs.num_minibatches, 1, order):
+        for micro in micro_batches(course.rollouts, [[i] for i in mini], run.config.train.micro_batch_tokens):
+            scored = run.pupil([course.rollouts[i] for i in micro], view=distillation.student, distill=distillation)
+            taught = Cut(micro, scored.logps)(course.taught)
+            term, part = run.distiller.term(scored, taught, int(course.taught[mini].sum()))
+            run.accelerator.backward(weight * term)
+            tally.parts.append(part)
+            if not course.rl:
+                tally.losses.append(weight * term.detach())
+                tally.entropies.append(scored.entropy[taught])
+        norm = clip_gradient(run, optimized(run.optimizer, STUDENT), step)
+        run.optimizer.step()  # of the student alone: nothing else has a gradient
+        run.optimizer.zero_grad(set_to_none=True)
+        tally.weights.append(weight)
+        if not course.rl:
+            tally.norms.append(norm)
+    if not course.rl:
+        run.scheduler.step()
+    tally.taught_seconds += now(run.accelerator.device) - start
+
+
 def optimizer_step(run: Run, course: Course, step: int) -> Tensor:
-    """Clip the gradients of policy, critic and student apart, and step. Returns the norm of the learner's."""
+    """Clip the gradients of policy and critic apart, and step. Returns the norm of the policy's."""
     if course.rl and run.algorithm.critic_alone(step):
         for tensor in optimized(run.optimizer, POLICY):
             tensor.grad = None
-    learner = STUDENT if course.learner is run.pupil else POLICY
-    norm = clip_gradient(run, optimized(run.optimizer, learner), step)
-    for role in (CRITIC, STUDENT):
-        if role != learner and (others := optimized(run.optimizer, role)):
-            clip_gradient(run, others, step)
+    norm = clip_gradient(run, optimized(run.optimizer), step)
+    if critic := optimized(run.optimizer, CRITIC):
+        clip_gradient(run, critic, step)
     run.optimizer.step()
     run.scheduler.step()
     run.optimizer.zero_grad(set_to_none=True)
-    if course.distiller is not None:
-        course.distiller.after_update()  # the average follows, the controller moves the weight
+    if run.distiller is not None:
+        run.distiller.after_update()  # the average follows, the controller moves the weight
     return norm
 
 
