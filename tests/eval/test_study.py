@@ -19,7 +19,7 @@ from kvrl.cli import main
 from kvrl.errors import KvrlError
 from kvrl.eval import study_report
 from kvrl.eval.curve_report import curve_tables
-from kvrl.eval.interval import interval, shown
+from kvrl.eval.interval import interval, markdown, shown
 from kvrl.eval.study import Outcome, Runner, Study, is_curve_of, prepare_report
 from kvrl.train.setup import load_model
 from runs import make_config
@@ -157,6 +157,8 @@ def test_a_run_that_fails_ends_the_study(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("fields", "message"), [
     ({"variants": {"a": {"start": "b"}, "b": {}}}, "variants.a.start: b is none of the variants before it"),
     ({"variants": {"a": {}, "b": {"start": "a"}}, "tuning": {"seeds": [7], "grid": {}}}, "variants.b.start: is set"),
+    ({"seeds": [0, 1, 0]}, "seeds: 0 is named twice"),
+    ({"tuning": {"seeds": [7, 7], "grid": {"train.learning_rate": [1e-4]}}}, "tuning.seeds: 7 is named twice"),
 ])  # fmt: skip
 def test_starts_that_are_refused(tmp_path, fields, message):
     with pytest.raises(KvrlError, match=message):
@@ -305,6 +307,11 @@ def test_tables_of_curves():
     assert "1.000" in kept.splitlines()[2].split("|")[-2]  # minutes
     assert "0.400 ± 1.271" in areas and "0.100 ± 0.000" in areas
     assert curve_tables({"dense": rows["dense"]}) == []
+
+
+def test_a_table_has_no_empty_columns():
+    table = markdown(["a", "b", "c"], [["1", "", "x"], ["2", "", ""]])
+    assert table.splitlines() == ["| a | c |", "| --- | --- |", "| 1 | x |", "| 2 |  |"]
 
 
 def test_interval_by_hand():

@@ -27,6 +27,7 @@ def shown(value: dict[str, Any]) -> str:
 
 
 def markdown(header: list[str], body: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [header, ["---"] * len(header), *body]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    """A Markdown table, without the columns that are empty throughout."""
+    columns = [column for column in zip(header, *body, strict=True) if any(column[1:])]
+    first, *lines = zip(*columns, strict=True)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (first, ["---"] * len(first), *lines))

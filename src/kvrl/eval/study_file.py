@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from kvrl.eval.interval import T_QUANTILES
 from kvrl.train.section import Section
 
 Values = dict[str, Any]
@@ -59,7 +60,7 @@ class Study(Section):
     """The configuration that all runs start from; a path from the study file's folder."""
     overrides: Values = {}
     """Fields of all runs."""
-    seeds: list[int] = Field(min_length=1)
+    seeds: list[int] = Field(min_length=1, max_length=len(T_QUANTILES) + 1)
     """Seeds that are reported."""
     tuning: Tuning | None = None
     """None: every variant runs as it is set."""
