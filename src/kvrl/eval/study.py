@@ -215,9 +215,9 @@ class Runner:
                 for value in values:
                     self.check_measures(name, {key: value})
             self.check_measures(name, {})
-        for field, seeds in (("seeds", self.study.seeds), ("tuning.seeds", [] if tuning is None else tuning.seeds)):
+        for name, seeds in (("seeds", self.study.seeds), ("tuning.seeds", [] if tuning is None else tuning.seeds)):
             if twice := [seed for seed in seeds if seeds.count(seed) > 1]:
-                raise KvrlError(f"{field}: {twice[0]} is named twice; name each seed once")
+                raise KvrlError(f"{name}: {twice[0]} is named twice; name each seed once")
         if tuning is not None and (both := set(tuning.seeds) & set(self.study.seeds)):
             raise KvrlError(f"tuning.seeds: {min(both)} is also reported; tune on seeds that are not")
 
