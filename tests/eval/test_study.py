@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
+from pydantic import ValidationError
 from rich.console import Console
 
 from kvrl.beacons.config import beacons_of
@@ -163,6 +164,11 @@ def test_a_run_that_fails_ends_the_study(tmp_path, monkeypatch):
 def test_starts_that_are_refused(tmp_path, fields, message):
     with pytest.raises(KvrlError, match=message):
         runner(tmp_path, **fields).check()
+
+
+def test_a_decoding_has_no_field_that_evaluation_does_not_take(tmp_path):
+    with pytest.raises(ValidationError, match="protect_prompt"):
+        runner(tmp_path, decodings={"x": {"policy": "rkv", "params": {"protect_prompt": True}}})
 
 
 def test_beacons_may_have_several_windows(tmp_path):

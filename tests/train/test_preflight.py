@@ -131,7 +131,14 @@ def break_shape(folder):
     file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 32}))
 
 
-@pytest.mark.parametrize("spoil", [break_weights, break_type, break_tokenizer, remove_tokenizer, break_shape])
+def break_field(folder):
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": "many"}))
+
+
+@pytest.mark.parametrize("spoil", [
+    break_weights, break_type, break_tokenizer, remove_tokenizer, break_shape, break_field,
+])  # fmt: skip
 def test_a_broken_folder_is_told_in_one_line(tmp_path, spoil):
     folder = make_tiny(tmp_path / "m", VOCAB, 0)
     spoil(folder)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from kvrl.beacons.config import beacons_for
+from kvrl.beacons.config import beacons_for, check_limit
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
@@ -123,11 +123,7 @@ def measured(
             drawn.add((name, c))
         beacons.setdefault(name, []).append((other, own))
     rows, prompts = held_out(tokenizer, task, PromptLimits([]), n, args.seed)
-    if windows.every[-1] > sampling.max_completion_length:
-        raise KvrlError(
-            f"--every: {windows.every[-1]} is over --max_completion_length ({sampling.max_completion_length}), so no "
-            "window would ever close; raise that, or choose windows by --every"
-        )
+    check_limit(windows.every, sampling.max_completion_length)
     print(f"{UNCOMPRESSED}: {args.teacher}", file=sys.stderr)
     with torch.no_grad(), sampling_bar(Console(stderr=True)) as on_step:
         decoder = Decoder(task, tokenizer, rows, prompts, sampling, args.seed, args.slots or min(128, n), on_step)

@@ -300,7 +300,7 @@ class Runner:
         """Accuracy of a trained model under one of the study's decodings."""
         folder, decoding = Path(config.output_dir), self.study.decodings[name]
         file = folder / f"decoded-{name}.json"
-        cache = {**config.cache.model_dump(exclude={"policy", "params"}), **decoding.params}
+        cache: dict[str, Any] = config.cache.model_dump(exclude={"policy", "params"}) | decoding.params
         flags = {k: cache[k] for k in ("buffer", "window", "sinks") if cache[k] is not None}
         flags |= {"policy": decoding.policy, "budgets": "full" if decoding.policy == "dense" else cache["budget"],
                   "task": config.task.name, "task_params": json.dumps(config.task.params), "n": config.eval.n,

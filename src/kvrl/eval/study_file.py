@@ -38,7 +38,7 @@ class Variant(Section):
 class Decoding(Section):
     policy: str
     """A policy, or `dense` for the full cache."""
-    params: Values = {}
+    params: dict[Literal["budget", "buffer", "window", "sinks"], int | None] = {}
     """Fields of `cache` for it: those of the study's base that it does not name stay."""
 
 

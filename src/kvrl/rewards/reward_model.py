@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import Field, PrivateAttr
-from safetensors import SafetensorError
 from torch import Tensor
 
 from kvrl.errors import KvrlError
 from kvrl.models.fetch import resolve_model
 from kvrl.rewards.base import Reward
-from kvrl.train.setup import first_line, load_tokenizer
+from kvrl.train.setup import BROKEN, first_line, load_tokenizer
 
 FIELD = "reward.funcs.reward_model"
 
@@ -103,7 +101,7 @@ def load(path: str, dtype: torch.dtype) -> tuple[Any, Any]:
     folder = resolve_model(path, f"{FIELD}.params.path")
     try:
         model, info = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype, output_loading_info=True)
-    except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+    except BROKEN as error:
         raise KvrlError(f"{FIELD}.params.path: {path} cannot be loaded as a reward model ({first_line(error)}); give a "
                         "complete folder or hub name of one") from error  # fmt: skip
     if model.config.num_labels != 1:

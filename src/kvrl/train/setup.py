@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -22,6 +24,8 @@ from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from kvrl.tasks import Task
 from kvrl.train.config import Config
 
+BROKEN = (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError, StrictDataclassError)
+"""What transformers raises for the folder of a model that is broken, or none that it knows."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 REFERENCE = "reference"
 """The starting model, beside a run's checkpoints: a resumed run has the same one."""
@@ -105,7 +109,7 @@ def load_model(path: str, dtype: str, *, merge: bool = False, field: str = "mode
         base = AutoModelForCausalLM.from_pretrained(base_of_adapters(folder), dtype=DTYPES[dtype])
         restore_beacon(Path(folder), base)
         model = PeftModel.from_pretrained(base, folder)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except BROKEN as error:
         if isinstance(error, KvrlError):
             raise
         raise KvrlError(
