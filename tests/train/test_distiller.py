@@ -7,7 +7,7 @@ import torch
 from pydantic import ValidationError
 
 from kvrl.train import trainer
-from kvrl.train.config import DistillSettings
+from kvrl.train.distill_settings import DistillSettings
 from kvrl.train.distiller import Average
 from kvrl.train.run import build
 from kvrl.train.trainer import collect

@@ -102,8 +102,7 @@ class Runner:
     """Runs of a study, at most `jobs` at once."""
 
     def __init__(self, study: Study, path: Path, root: Path, jobs: int, console: Console) -> None:
-        self.study, self.root, self.console = study, root, console
-        self.jobs = jobs
+        self.study, self.root, self.jobs, self.console = study, root, jobs, console
         self.folder = root / path.stem
         self.base = str(path.parent / study.base)
 

@@ -72,6 +72,7 @@ def score(
     *,
     names: Sequence[str] | None = None,
     timeout: float | None = None,
+    remedy: str = ", or set reward.on_error to drop",
 ) -> Scores:
     """Call every function once on the whole batch and sum what they return, weighted.
 
@@ -80,7 +81,7 @@ def score(
     Each function gets lists of its own. None from a function leaves that function out of the sample's sum; None from
     all of them drops the sample (NaN). Tensors, arrays, generators and booleans are taken as numbers, texts are not.
     Async functions run together, while the others run one after another. names: what the functions are called in
-    metrics and messages, None = their own names.
+    metrics and messages, None = their own names. remedy: what messages advise besides mending the function.
 
     A NaN, an infinity, a value that is no number, a BadReward or an exception stops with a KvrlError that names
     function, sample and prompt; with on_error="drop" it counts as None. To name the sample, a function that
@@ -102,7 +103,7 @@ def score(
             _begin(func, name, arguments, timeout, started) for func, name in zip(reward_funcs, names, strict=True)
         ]
         results = {
-            i: _collect(reward_funcs[i], names[i], arguments, waits[i], on_error, timeout)
+            i: _collect(reward_funcs[i], names[i], arguments, waits[i], on_error, timeout, remedy)
             for i in sorted(range(len(names)), key=lambda i: is_async(reward_funcs[i]))  # which run meanwhile
         }
     per_function = torch.tensor([results[i][0] for i in range(len(names))], dtype=torch.float64).T  # [N, F]
@@ -190,7 +191,7 @@ def _begin(
 
 def _collect(
     func: RewardFunc, name: str, arguments: Mapping[str, list], wait: Callable[[], Any], on_error: str,
-    timeout: float | None,
+    timeout: float | None, remedy: str,
 ) -> tuple[list[float], int]:  # fmt: skip
     """One function's results: a number per completion, NaN for None, and how many errors were dropped."""
     size = len(arguments["completions"])
@@ -202,7 +203,7 @@ def _collect(
         if on_error == "stop":
             raise KvrlError(
                 f"reward.funcs.{name}: took over {timeout:g} s for a batch of {size}; mend the function, raise "
-                "reward.timeout, or set reward.on_error to drop"
+                f"reward.timeout{remedy}"
             ) from None
     except BadReward as bad:
         answers = _one_by_one(func, name, arguments, timeout)
@@ -211,7 +212,7 @@ def _collect(
             if on_error == "stop":
                 raise KvrlError(
                     f"reward.funcs.{name}: {bad} on a batch of {size}, but on no single sample of it; mend "
-                    "the function, or set reward.on_error to drop"
+                    f"the function{remedy}"
                 ) from bad.__cause__
     values: list[float] = []
     failed = 0
@@ -225,7 +226,7 @@ def _collect(
         else:
             raise KvrlError(
                 f"reward.funcs.{name}: {number} for sample {i} (prompt {_excerpt(arguments, i)}); return a "
-                "finite number, or None to drop the sample, or set reward.on_error to drop"
+                f"finite number, or None to drop the sample{remedy}"
             ) from number.__cause__
     return values, failed
 

@@ -14,7 +14,7 @@ from kvrl.distill import Distillation, Weights, always
 from kvrl.learner import Scored
 from kvrl.objectives.distill import controlled_weight, warmup
 from kvrl.objectives.losses import Metrics, total
-from kvrl.train.config import DistillSettings
+from kvrl.train.distill_settings import DistillSettings
 from kvrl.train.setup import Reference
 
 

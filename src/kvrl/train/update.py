@@ -41,7 +41,7 @@ class Course:
     taught: Tensor | None
     """bool [N, C]: the tokens that the distillation counts."""
     two_graphs: bool
-    """Whether the policy's objective and distillation share no graph: what the distillation costs can be told."""
+    """Whether objective and distillation share no graph: what the distillation costs can be told."""
 
 
 @dataclass
@@ -91,7 +91,7 @@ def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[st
     if run.pupil is not None:
         teach(run, course, step, tally)
     metrics |= tally.metrics()
-    if course.two_graphs or (run.pupil is not None and course.rl):
+    if course.two_graphs:
         metrics["breadcrumbs/seconds"] = tally.taught_seconds
     return metrics | {"learning_rate": run.scheduler.get_last_lr()[0], "updates_skipped": float(run.skipped)}
 
@@ -122,7 +122,7 @@ def make_course(run: Run, batch: Batch, step: int) -> Course:
         view=view,
         distiller=distiller,
         taught=taught,
-        two_graphs=breadcrumbs and rl and distiller is not None,
+        two_graphs=breadcrumbs and rl and taught is not None,
     )
 
 
