@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -138,6 +139,17 @@ def test_what_others_start_from_is_trained_first(tmp_path, monkeypatch):
     first, second = done[1][0], done[3][0]
     assert second.model.path == f"{first.output_dir}/model" and second.seed == first.seed == 1
     assert second.warm_start is None
+
+
+def test_a_run_waits_for_the_one_that_it_starts_from(tmp_path):
+    """Nothing of it is begun before, nor at all if that one failed."""
+    made = runner(tmp_path, variants={"a": {}, "b": {"start": "a"}})
+    origin: Future = Future()
+    origin.set_exception(KvrlError("study: a failed"))
+    config = made.config("b", {}, 0)
+    with pytest.raises(KvrlError, match="study: a failed"):
+        made.outcome(config, origin=origin)
+    assert not Path(config.output_dir).exists()
 
 
 def test_a_run_that_fails_ends_the_study(tmp_path, monkeypatch):
