@@ -16,7 +16,7 @@ from kvrl.beacons.insert import insert, insert_drawn
 from kvrl.beacons.plan import Beacons
 from kvrl.distill import Distillation
 from kvrl.learner import Scorer
-from kvrl.train.batch import micro_batches
+from kvrl.train.micro_batch import fed_lengths, micro_batches
 
 
 def dense_rollouts(lm=None, new: int = 15):
@@ -77,8 +77,8 @@ def test_micro_batches_count_what_is_fed():
     given = [insert(r, Beacons(BEACON, (1,))) for r in dense_rollouts(new=12)]
     assert [r.num_tokens for r in given] == [17, 24] and [len(r.fed.ids) for r in given] == [27, 34]
     units = [[0], [1]]
-    assert list(micro_batches(given, units, 67)) == [[0], [1]]
-    assert list(micro_batches(given, units, 68)) == [[0, 1]]
+    assert micro_batches(fed_lengths(given), units, 67) == [[0], [1]]
+    assert micro_batches(fed_lengths(given), units, 68) == [[0, 1]]
 
 
 def test_a_text_that_holds_the_beacon_is_refused():

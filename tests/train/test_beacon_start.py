@@ -45,8 +45,9 @@ def batches_of(tokenizer, settings, seed):
     """What the loop hands to the loss, step by step."""
     seen = []
 
-    def see(batch, step):
-        seen.append(batch)
+    def see(examples, rows, step):
+        assert rows == sorted(rows, key=lambda row: len(examples[rows.index(row)][0]))
+        seen.append([example for _, example in sorted(zip(rows, examples, strict=True))])
         return model.lm_head.weight.sum()
 
     model = build_tiny_model(tokenizer, seed=0)
@@ -91,6 +92,21 @@ def test_it_teaches_repeats_itself_and_leaves_the_teacher():
     (first, weight), (second, again) = results
     assert first == second and torch.equal(weight, again)
     assert first["last_loss"] < 0.8 * first["first_loss"]
+
+
+def test_what_it_does_depends_on_no_micro_batch():
+    """Windows are drawn by a demonstration's place in its batch, not in its pass."""
+    settings, results = WarmStart(steps=2, batch_size=12, learning_rate=0.1), []
+    for limit in (1, 100, 16_384):
+        pupil, teacher, tokenizer = pupil_and_teacher()
+        with torch.no_grad():
+            pupil.model.lm_head.weight.mul_(1.5)
+        optimizer = torch.optim.SGD(pupil.model.parameters(), lr=1.0)
+        done = start(pupil, teacher, tokenizer, settings, optimizer=optimizer, max_tokens=limit)
+        results.append((done, pupil.model.lm_head.weight.detach()))
+    for done, weight in results[:2]:
+        assert done == pytest.approx(results[2][0], rel=1e-5)
+        torch.testing.assert_close(weight, results[2][1], rtol=0, atol=1e-6)
 
 
 def test_a_solution_that_holds_the_beacon_is_refused():

@@ -8,7 +8,7 @@ import torch
 from kvrl.errors import KvrlError
 from kvrl.train import trainer
 from kvrl.train import update as updates
-from kvrl.train.batch import Batch, micro_batches, minibatches
+from kvrl.train.batch import Batch, minibatches
 from kvrl.train.diagnostics import ParityError, repetition_rate
 from kvrl.train.run import build
 from kvrl.train.trainer import collect, train
@@ -368,24 +368,6 @@ def test_minibatches_hold_whole_groups_and_every_sample_once():
     for part in parts:
         assert [part[i : i + 4] for i in range(0, len(part), 4)] == [list(range(g, g + 4)) for g in part[::4]]
     assert list(minibatches(8, 1, 4, seed=0)) == [list(range(8))]
-
-
-def test_micro_batches_respect_the_padded_token_limit(tmp_path):
-    run, _ = build(make_config(tmp_path, warm_start=None), lambda text: None)
-    batch, _ = collect(run)
-    lengths = [r.num_tokens for r in batch.rollouts]
-    parts = list(micro_batches(batch.rollouts, [[i] for i in range(12)], 100))
-    assert sorted(i for part in parts for i in part) == list(range(12))
-    assert all(len(part) * max(lengths[i] for i in part) <= 100 or len(part) == 1 for part in parts)
-
-
-def test_units_are_never_parted(tmp_path):
-    run, _ = build(make_config(tmp_path, warm_start=None), lambda text: None)
-    batch, _ = collect(run)
-    units = [[i, 11 - i] for i in range(6)]
-    parts = list(micro_batches(batch.rollouts, units, 100))
-    assert sorted(i for part in parts for i in part) == list(range(12)) and len(parts) > 2
-    assert all((i in part) == (11 - i in part) for part in parts for i in range(6))
 
 
 def test_repetition_rate_by_hand(tmp_path):

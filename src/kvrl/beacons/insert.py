@@ -29,6 +29,15 @@ def insert(r: Rollout, beacons: Beacons) -> Rollout:
     return replace(r, beacons=beacons, trace=replace(trace, windows=r.trace.windows))
 
 
-def insert_drawn(rollouts: Sequence[Rollout], beacons: BeaconSet, *key: int) -> list[Rollout]:
-    """Beacons in every rollout of a batch, each with windows drawn from the set by the stream (*key, its index)."""
-    return [insert(r, beacons.draw(stream_key(*key, i), len(r.completion_ids))) for i, r in enumerate(rollouts)]
+def insert_drawn(
+    rollouts: Sequence[Rollout], beacons: BeaconSet, *key: int, rows: Sequence[int] | None = None
+) -> list[Rollout]:
+    """Beacons in every rollout of a batch, each with windows drawn from the set by the stream (*key, its row).
+
+    rows: those of rollouts that are a part of a batch, so that what they draw does not depend on how it is cut.
+    """
+    rows = range(len(rollouts)) if rows is None else rows
+    return [
+        insert(r, beacons.draw(stream_key(*key, row), len(r.completion_ids)))
+        for row, r in zip(rows, rollouts, strict=True)
+    ]

@@ -19,7 +19,7 @@ from kvrl.cache.policies.streaming import Streaming
 from kvrl.cache.trace import event_dtype, num_events
 from kvrl.learner import Scorer, completion_mask
 from kvrl.sampler.types import Rollout
-from kvrl.train.batch import micro_batches
+from kvrl.train.micro_batch import fed_lengths, micro_batches
 
 TOKENS = 4096
 """Padded tokens of one forward."""
@@ -52,7 +52,7 @@ def negative_logprob(
     """Nats a sampled token, mean over all, of rollouts each changed first."""
     given = [changed(r) for r in rollouts]
     scorer, total, tokens = Scorer(model, backend=backend), 0.0, 0
-    for micro in micro_batches(given, [[i] for i in range(len(given))], TOKENS):
+    for micro in micro_batches(fed_lengths(given), [[i] for i in range(len(given))], TOKENS):
         part = [given[i] for i in micro]
         mask = completion_mask(part)
         total -= float(scorer(part, view="sparse").logps.cpu()[mask].double().sum())

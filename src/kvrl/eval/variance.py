@@ -29,7 +29,7 @@ from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.rollout import rollout
 from kvrl.sampler.types import Rollout
 from kvrl.tasks import encode_prompt, get_task
-from kvrl.train.batch import micro_batches
+from kvrl.train.micro_batch import fed_lengths, micro_batches
 from kvrl.views import View
 
 MAX_SLOTS = 16  # the noise floor's slots hold the full cache
@@ -142,7 +142,7 @@ def log_ratios(model: nn.Module, rollouts: Sequence[Rollout], view: View) -> Ten
     """log-prob of the learner in that view minus the sampler's: f64 [N, L]."""
     recorded = sampler_logprobs(rollouts).double()  # [N, L]
     out = torch.empty_like(recorded)
-    for micro in micro_batches(rollouts, [[i] for i in range(len(rollouts))], SCORED_TOKENS):
+    for micro in micro_batches(fed_lengths(rollouts), [[i] for i in range(len(rollouts))], SCORED_TOKENS):
         scored = logprobs(model, [rollouts[i] for i in micro], view=view, chunk=LOGIT_TOKENS)
         out[micro] = scored.double().cpu() - recorded[micro]
     return out

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -70,19 +70,3 @@ def minibatches(count: int, num_minibatches: int, group: int, seed: int) -> Iter
     for i in range(num_minibatches):
         part = groups[i::num_minibatches]
         yield [g * group + j for g in part for j in range(group)]
-
-
-def micro_batches(rollouts: Sequence[Rollout], units: Sequence[Sequence[int]], max_tokens: int) -> Iterator[list[int]]:
-    """Indices by length, cut so that rows times padded length stays within max_tokens (one unit at least).
-
-    units: indices that stay together.
-    """
-    part: list[int] = []
-    longest = [max(rollouts[i].trace.num_tokens for i in unit) for unit in units]  # all that is fed, beacons too
-    for u in sorted(range(len(units)), key=lambda u: longest[u]):
-        if part and (len(part) + len(units[u])) * longest[u] > max_tokens:
-            yield part
-            part = []
-        part += units[u]
-    if part:
-        yield part

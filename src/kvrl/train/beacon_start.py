@@ -15,6 +15,7 @@ from kvrl.distill import Distillation
 from kvrl.learner import Scorer
 from kvrl.sampler.types import Rollout
 from kvrl.tasks import Task
+from kvrl.train.micro_batch import MAX_TOKENS
 from kvrl.train.section import WarmStart
 from kvrl.train.supervised import Example, OnStep, fit
 
@@ -30,6 +31,7 @@ def beacon_start(
     temperature: float = 1.0,
     optimizer: torch.optim.Optimizer | None = None,
     on_step: OnStep | None = None,
+    max_tokens: int = MAX_TOKENS,
 ) -> dict[str, float]:
     """Train the pupil's model in place, by the KL of method `breadcrumbs` on the completions' tokens and their EOS.
 
@@ -38,13 +40,13 @@ def beacon_start(
     """
     spec = probe(pupil.model)
 
-    def divergence(batch: list[Example], step: int) -> Tensor:
-        rollouts = [as_rollout(spec, *example, temperature) for example in batch]
-        scored = pupil(insert_drawn(rollouts, beacons, seed, 0, step), view="sparse", distill=distillation)
+    def divergence(examples: list[Example], rows: list[int], step: int) -> Tensor:
+        rollouts = [as_rollout(spec, *example, temperature) for example in examples]
+        scored = pupil(insert_drawn(rollouts, beacons, seed, 0, step, rows=rows), view="sparse", distill=distillation)
         assert scored.divergence is not None
-        return scored.divergence.sum() / sum(len(r.completion_ids) for r in rollouts)
+        return scored.divergence.sum()
 
-    return fit(pupil.model, tokenizer, task, settings, seed, divergence, optimizer, on_step)
+    return fit(pupil.model, tokenizer, task, settings, seed, divergence, optimizer, on_step, max_tokens)
 
 
 def as_rollout(spec: ModelSpec, ids: list[int], prompt: int, temperature: float) -> Rollout:

@@ -30,6 +30,7 @@ from kvrl.train.algorithms.settings import (
 )
 from kvrl.train.beacons import BeaconSettings, BreadcrumbsSettings, check_beacons
 from kvrl.train.distill_settings import DistillSettings
+from kvrl.train.micro_batch import MAX_TOKENS
 from kvrl.train.section import NonNegative, Positive, Section, WarmStart
 from kvrl.views import View
 
@@ -116,8 +117,9 @@ class TrainSettings(Section):
     """Rollout batches. Each gives num_iterations * num_minibatches optimiser steps."""
     prompts_per_step: int = Field(8, ge=1)
     """Prompts of one rollout batch."""
-    micro_batch_tokens: int = Field(16_384, ge=1)
-    """Padded tokens of one forward and backward pass; a longer sequence goes alone. The loss is the same."""
+    micro_batch_tokens: int = Field(MAX_TOKENS, ge=1)
+    """Most padded tokens of one forward and backward pass, warm start included; a longer sequence goes alone. Like
+    lengths go together, so passes may be smaller; the loss is the same."""
     learning_rate: Positive = 1e-6
     """Peak learning rate of AdamW."""
     lr_scheduler: Literal["constant", "linear", "cosine"] = "constant"

@@ -179,7 +179,9 @@ def make_rewards(config: Config, task: Task, device: torch.device) -> Rewards | 
 def supervise(config: Config, model: Any, tokenizer: Any, task: Task, say: Say) -> None:
     """The supervised warm start."""
     assert config.warm_start is not None
-    steps = partial(warm_start, model, tokenizer, task, config.warm_start, config.seed)
+    steps = partial(
+        warm_start, model, tokenizer, task, config.warm_start, config.seed, max_tokens=config.train.micro_batch_tokens
+    )
     on_demonstrations(config, config.warm_start, model, "warm start", steps, say)
 
 
@@ -190,8 +192,9 @@ def teach_beacons(config: Config, pupil: Scorer, teacher: Any, tokenizer: Any, t
     distillation = Distillation("dense", own.kl, own.top_k, always(teacher))
     beacons, temperature = beacons_for(config.cache, pupil.model), config.sampling.temperature or 1.0
     steps = partial(
-        beacon_start, pupil, distillation, beacons, tokenizer, task, own.warm_start, config.seed, temperature
-    )
+        beacon_start, pupil, distillation, beacons, tokenizer, task, own.warm_start, config.seed, temperature,
+        max_tokens=config.train.micro_batch_tokens,
+    )  # fmt: skip
     on_demonstrations(config, own.warm_start, pupil.model, "beacons' warm start", steps, say)
 
 

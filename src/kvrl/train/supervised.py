@@ -12,11 +12,14 @@ from transformers import PreTrainedTokenizerBase
 from kvrl.beacons.config import beacons_of, check_without
 from kvrl.errors import KvrlError
 from kvrl.tasks import Task, encode_prompt
+from kvrl.train.micro_batch import MAX_TOKENS, micro_batches
 from kvrl.train.optimizer import optimized
 from kvrl.train.section import WarmStart
 
 Example = tuple[list[int], int]  # token ids, and how many of them are the prompt
 OnStep = Callable[[int, dict[str, float]], None]
+LossOf = Callable[[list[Example], list[int], int], Tensor]
+"""Of some examples of a batch, with their rows in it and the step: the sum over their completions' tokens, in nats."""
 
 # With AdamW's usual 0.999 and no warm-up the tiny model's result is chance: two seeds ended at 2% and 43%
 # accuracy, against 51% and 70% so.
@@ -30,12 +33,14 @@ def fit(
     task: Task,
     settings: WarmStart,
     seed: int,
-    loss_of: Callable[[list[Example], int], Tensor],
+    loss_of: LossOf,
     optimizer: torch.optim.Optimizer | None = None,
     on_step: OnStep | None = None,
+    max_tokens: int = MAX_TOKENS,
 ) -> dict[str, float]:
-    """Train the model in place on the task's worked solutions, by `loss_of(batch, step)`, nats a token.
+    """Train the model in place on the task's worked solutions, by `loss_of`, on average over a batch's tokens.
 
+    max_tokens: padded tokens of one pass; a longer example goes alone.
     optimizer: any torch optimiser, so that a bfloat16 model can keep float32 masters; by default AdamW. Its
     learning rate follows `learning_rate`.
     on_step(step, {"loss", "learning_rate"}) is called after each step, counted from 1.
@@ -58,17 +63,25 @@ def fit(
         rate = learning_rate(settings, step)
         for group in optimizer.param_groups:
             group["lr"] = rate
-        loss = loss_of(batch, step)
-        loss.backward()
+        count, loss = completion_tokens(batch), 0.0
+        for rows in micro_batches([len(ids) for ids, _ in batch], [[row] for row in range(len(batch))], max_tokens):
+            part = loss_of([batch[row] for row in rows], rows, step) / count
+            part.backward()
+            loss += part.item()
         torch.nn.utils.clip_grad_norm_(optimized(optimizer), 1.0)  # the masters' gradients, where there are masters
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-        tokens += sum(len(ids) - prompt for ids, prompt in batch)
+        losses.append(loss)
+        tokens += count
         if on_step is not None:
             on_step(step, {"loss": losses[-1], "learning_rate": rate})
     model.train(was_training)
     return {"first_loss": losses[0], "last_loss": losses[-1], "tokens": float(tokens)}
+
+
+def completion_tokens(examples: list[Example]) -> int:
+    """Tokens that are trained on: the completions' and their EOS."""
+    return sum(len(ids) - prompt for ids, prompt in examples)
 
 
 def check_demonstrations(task: Task, field: str) -> None:

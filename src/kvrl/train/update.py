@@ -17,9 +17,10 @@ from kvrl.objectives.losses import Metrics, mean_metrics, merge_metrics
 from kvrl.objectives.sparse_rl import SparseRLConfig
 from kvrl.sampler.types import Rollout
 from kvrl.train.algorithms.base import Fixed, Views
-from kvrl.train.batch import Batch, Cut, micro_batches, minibatches
+from kvrl.train.batch import Batch, Cut, minibatches
 from kvrl.train.diagnostics import check_parity, difference, spread
 from kvrl.train.distiller import Distiller
+from kvrl.train.micro_batch import fed_lengths, micro_batches
 from kvrl.train.optimizer import CRITIC, POLICY, STUDENT, optimized
 from kvrl.train.run import Run
 from kvrl.views import View
@@ -139,7 +140,7 @@ def accumulate(run: Run, course: Course, mini: list[int], step: int, tally: Tall
         units = [[row] for row in mini]
     if distiller is not None:
         tally.weights.append(distiller.weight_at(step))
-    for micro in micro_batches(course.rollouts, units, run.config.train.micro_batch_tokens):
+    for micro in micro_batches(fed_lengths(course.rollouts), units, run.config.train.micro_batch_tokens):
         chosen = [course.rollouts[i] for i in micro]
         scored = run.scorer(chosen, view=course.view, distill=distillation)
         cut = Cut(micro, scored.logps)
@@ -174,7 +175,8 @@ def teach(run: Run, course: Course, step: int, tally: Tally) -> None:
     distillation, weight = run.distiller.distillation, run.distiller.weight_at(step)
     start, order = now(run.accelerator.device), run.config.seed + 1009 * step
     for mini in minibatches(len(course.rollouts), run.config.breadcrumbs.num_minibatches, 1, order):
-        for micro in micro_batches(course.rollouts, [[i] for i in mini], run.config.train.micro_batch_tokens):
+        units = [[i] for i in mini]
+        for micro in micro_batches(fed_lengths(course.rollouts), units, run.config.train.micro_batch_tokens):
             scored = run.pupil([course.rollouts[i] for i in micro], view=distillation.student, distill=distillation)
             taught = Cut(micro, scored.logps)(course.taught)
             term, part = run.distiller.term(scored, taught, int(course.taught[mini].sum()))
@@ -258,7 +260,7 @@ def score_all(run: Run, scorer: Scorer, rollouts: list[Rollout]) -> tuple[Tensor
     logps = torch.zeros(len(rollouts), max(len(r.completion_ids) for r in rollouts))
     values = None if scorer.critic is None else torch.zeros_like(logps)
     units = [[i] for i in range(len(rollouts))]
-    for micro in micro_batches(rollouts, units, run.config.train.micro_batch_tokens):
+    for micro in micro_batches(fed_lengths(rollouts), units, run.config.train.micro_batch_tokens):
         scored = scorer([rollouts[i] for i in micro], view=run.config.learner_view)
         logps[micro, : scored.logps.shape[1]] = scored.logps.float().cpu()
         if values is not None:

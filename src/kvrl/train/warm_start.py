@@ -7,8 +7,9 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvrl.tasks import Task
+from kvrl.train.micro_batch import MAX_TOKENS
 from kvrl.train.section import WarmStart
-from kvrl.train.supervised import Example, OnStep, fit
+from kvrl.train.supervised import Example, OnStep, completion_tokens, fit
 
 IGNORED = -100  # a label that the cross-entropy leaves out
 
@@ -21,16 +22,18 @@ def warm_start(
     seed: int,
     optimizer: torch.optim.Optimizer | None = None,
     on_step: OnStep | None = None,
+    max_tokens: int = MAX_TOKENS,
 ) -> dict[str, float]:
     """Train the model in place, by cross-entropy on the completions' tokens and their EOS; the rest is `fit`'s."""
 
-    def cross_entropy(batch: list[Example], step: int) -> Tensor:
-        input_ids, labels = pad_batch(batch, _pad_id(tokenizer), model.device)
+    def cross_entropy(examples: list[Example], rows: list[int], step: int) -> Tensor:
+        input_ids, labels = pad_batch(examples, _pad_id(tokenizer), model.device)
         # No attention mask: right padding lies after every real token, where causal attention cannot look.
         position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]  # [1, T]
-        return model(input_ids=input_ids, position_ids=position_ids, labels=labels, use_cache=False).loss
+        mean = model(input_ids=input_ids, position_ids=position_ids, labels=labels, use_cache=False).loss
+        return mean * completion_tokens(examples)
 
-    return fit(model, tokenizer, task, settings, seed, cross_entropy, optimizer, on_step)
+    return fit(model, tokenizer, task, settings, seed, cross_entropy, optimizer, on_step, max_tokens)
 
 
 def pad_batch(batch: list[Example], pad_id: int, device: torch.device | str) -> tuple[Tensor, Tensor]:
