@@ -84,7 +84,7 @@ void score(const T* q, int64_t q_stride, const T* keys, int64_t n, int dim, floa
     }
 }
 
-// Weighted values: out[g][d] = sum over j of weight[g * stride + j] * values[j][d], DV vectors of 16 dimensions at a time.
+// Weighted values: out[g][d] = sum over j of weight[g * stride + j] * values[j][d], DV vectors of dimensions at a time.
 template <int G, int DV, class T>
 void mix(const float* weight, int64_t stride, const T* values, int64_t n, int dim, float* out) {
     for (int d = 0; d < dim; d += DV * LANES) {
@@ -128,8 +128,9 @@ void attend(const T* q, int64_t q_stride, const T* keys, const T* values, int64_
         }
         total[g] = sum(sum_of) + (sinks ? std::exp(sinks[g] - most) : 0.0f);
     }
-    if (dim % (4 * LANES) == 0)
-        mix<G, 4>(weight, stride, values, n, dim, out);
+    constexpr int DV = REGISTERS == 32 ? 4 : 2;  // times G sums, G at most 4, beside the values
+    if (dim % (DV * LANES) == 0)
+        mix<G, DV>(weight, stride, values, n, dim, out);
     else
         mix<G, 1>(weight, stride, values, n, dim, out);
     for (int g = 0; g < G; g++)

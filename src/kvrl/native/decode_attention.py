@@ -9,8 +9,8 @@ from torch import Tensor
 
 from kvrl.native.build import load
 
-LANES = 16
-"""Head widths are a multiple of it: numbers in a vector register."""
+WIDTH = 16
+"""Head widths are a multiple of it: of the numbers in any machine's vector register."""
 
 _POINTERS = ("q", "new_k", "new_v", "k", "v", "out", "at", "count", "position", "oldest", "sinks")
 _SIZES = (
@@ -32,7 +32,7 @@ class _Call(ctypes.Structure):
 
 def supported(dtype: torch.dtype, device: torch.device, head_dim: int) -> bool:
     """Whether the kernel exists for such slots; compiles it if it does."""
-    fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and head_dim % LANES == 0
+    fits = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16) and head_dim % WIDTH == 0
     return fits and load("decode_attention") is not None
 
 

@@ -3,6 +3,8 @@
 
 extern "C" int kvrl_multiplies(int bfloat16) { return !bfloat16 || BFLOAT16; }
 
+extern "C" int kvrl_lanes() { return LANES; }
+
 // weight [n, k] to panels; rows[c], if given, is the row that stands in column c. k is even for bfloat16.
 extern "C" void kvrl_pack(const void* weight, void* packed, int64_t n, int64_t k, const int64_t* rows, int64_t threads,
                           int bfloat16) {

@@ -13,8 +13,8 @@
 
 namespace {
 
-constexpr int COLUMNS = 64;  // of a panel: four registers
-constexpr int ROWS = 6;      // 24 sums, 4 weights and a broadcast fill the registers
+constexpr int COLUMNS = 64;  // of a panel
+constexpr int ROWS = 6;      // of a tile
 constexpr int BLOCK = 24;    // rows of a task
 
 // The kinds of numbers: float, and bfloat16 (as uint16_t), whose products come in pairs.
@@ -38,25 +38,30 @@ void pack(const T* w, T* packed, int64_t n, int64_t k, const int64_t* rows, int6
     }
 }
 
+// Vectors of a row that a tile of floats sums at once: with ROWS = 6, the weights and a broadcast they fill the registers.
+constexpr int VECTORS = REGISTERS == 32 ? 4 : 2;
+
 // out [R, COLUMNS] = x [R, k] times one panel. Sums of 32 products are summed: a long chain would lose digits.
 template <int R>
 inline void tile(const float* x, const float* panel, int64_t k, float* out) {
-    Vec total[R][4] = {};
-    for (int64_t start = 0; start < k; start += 32) {
-        Vec acc[R][4] = {};
-        for (int64_t i = start; i < (start + 32 < k ? start + 32 : k); i++) {
-            Vec weight[4];
-            for (int c = 0; c < 4; c++) weight[c] = load(panel + i * COLUMNS + c * LANES);
-            for (int r = 0; r < R; r++) {
-                Vec one = splat(x[r * k + i]);
-                for (int c = 0; c < 4; c++) acc[r][c] += one * weight[c];
+    for (int first = 0; first < COLUMNS; first += VECTORS * LANES) {
+        Vec total[R][VECTORS] = {};
+        for (int64_t start = 0; start < k; start += 32) {
+            Vec acc[R][VECTORS] = {};
+            for (int64_t i = start; i < (start + 32 < k ? start + 32 : k); i++) {
+                Vec weight[VECTORS];
+                for (int c = 0; c < VECTORS; c++) weight[c] = load(panel + i * COLUMNS + first + c * LANES);
+                for (int r = 0; r < R; r++) {
+                    Vec one = splat(x[r * k + i]);
+                    for (int c = 0; c < VECTORS; c++) acc[r][c] += one * weight[c];
+                }
             }
+            for (int r = 0; r < R; r++)
+                for (int c = 0; c < VECTORS; c++) total[r][c] += acc[r][c];
         }
         for (int r = 0; r < R; r++)
-            for (int c = 0; c < 4; c++) total[r][c] += acc[r][c];
+            for (int c = 0; c < VECTORS; c++) store(out + r * COLUMNS + first + c * LANES, total[r][c]);
     }
-    for (int r = 0; r < R; r++)
-        for (int c = 0; c < 4; c++) store(out + r * COLUMNS + c * LANES, total[r][c]);
 }
 
 #ifdef __AVX512BF16__
@@ -98,7 +103,7 @@ inline void tiles(int count, const T* x, const T* panel, int64_t k, float* out) 
     }
 }
 
-// Inside a parallel region, which shares the work: done(row, column, sums of 16 columns from there) for all of y.
+// Inside a parallel region, which shares the work: done(row, column, sums of LANES columns from there) for all of y.
 template <class T, class Done>
 void multiply(const T* x, const T* packed, int64_t m, int64_t n, int64_t k, Done done) {
     int64_t panels = (n + COLUMNS - 1) / COLUMNS, blocks = (m + BLOCK - 1) / BLOCK;

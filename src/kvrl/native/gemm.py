@@ -18,6 +18,13 @@ def multiplies(dtype: torch.dtype) -> bool:
     return library is not None and bool(library.kvrl_multiplies(int(dtype == torch.bfloat16)))
 
 
+def lanes() -> int:
+    """Numbers in a vector register of this machine, as the kernels use them."""
+    library = load("gemm")
+    assert library is not None
+    return library.kvrl_lanes()
+
+
 def pack(weight: Tensor, rows: Tensor | None = None) -> Tensor:
     """A weight [n, k] in panels; rows: int64 [n], which row stands in which column. A copy."""
     library = load("gemm")

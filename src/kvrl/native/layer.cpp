@@ -18,7 +18,7 @@ struct Before {  // norm, projections, positions
 
 struct After {  // output projection, norm, feed-forward; hidden is changed in place
     void* hidden;
-    const void *attended, *out_weight, *norm, *gate_up, *down;  // [rows, inner]; gate and up in turns of 16 columns
+    const void *attended, *out_weight, *norm, *gate_up, *down;  // [rows, inner]; gate and up in turns of LANES columns
     void *normed, *active;                                      // [rows, width], [rows, feed]
     int64_t rows, width, inner, feed, threads;
     float eps;
@@ -61,7 +61,7 @@ inline void put(T* p, float x) {
         *p = T(x != x ? 0x7FC0 : bits >> 16);
 }
 
-// RMSNorm of n numbers, a multiple of 16: weight times the normalised numbers, which are rounded before.
+// RMSNorm of n numbers, a multiple of LANES: weight times the normalised numbers, which are rounded before.
 template <class T>
 inline void norm(const T* x, const T* weight, float eps, int64_t n, T* out) {
     Vec squares = {};
@@ -123,7 +123,7 @@ void after(const After& c) {
         T* at = hidden + row * c.width + column;
         store(at, load(at) + rounded<T>(sums));
     };
-    // Gate and up stand in turns of 16 columns; the gate comes first and waits in the slot of the result.
+    // Gate and up stand in turns of LANES columns; the gate comes first and waits in the slot of the result.
     auto feed = [&](int64_t row, int64_t column, Vec sums) {
         T* at = active + row * c.feed + column / (2 * LANES) * LANES;
         if (column % (2 * LANES) == 0)

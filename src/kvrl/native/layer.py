@@ -12,8 +12,8 @@ from kvrl.attention.probe import ModelSpec, text_config
 from kvrl.attention.seam import AttentionCall, KVContext
 from kvrl.head import decoder
 from kvrl.native.build import load
-from kvrl.native.decode_attention import LANES
-from kvrl.native.gemm import multiplies, pack
+from kvrl.native.decode_attention import WIDTH
+from kvrl.native.gemm import lanes, multiplies, pack
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
@@ -46,7 +46,7 @@ class PackedLayer:
         self.bias = None if attn.q_proj.bias is None else torch.cat([p.bias for p in projections]).detach()
         self.out = pack(attn.o_proj.weight)
         feed = mlp.gate_proj.weight.shape[0]
-        turns = torch.arange(2 * feed).view(2, -1, LANES).transpose(0, 1).flatten()  # 16 of the gate, 16 of up, ...
+        turns = torch.arange(2 * feed).view(2, -1, lanes()).transpose(0, 1).flatten()  # some of the gate, some of up
         self.gate_up = pack(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), turns)
         self.down = pack(mlp.down_proj.weight)
         self.first, self.second = layer.input_layernorm, layer.post_attention_layernorm
@@ -131,7 +131,7 @@ def _fits(model: nn.Module, spec: ModelSpec) -> bool:
     dtype = parameter.dtype
     if config.model_type not in FAMILIES or parameter.device.type != "cpu" or dtype not in _TOLERANCE:
         return False
-    if torch.is_autocast_enabled("cpu") or type(trunk.embed_tokens) is not nn.Embedding or spec.head_dim % LANES:
+    if torch.is_autocast_enabled("cpu") or type(trunk.embed_tokens) is not nn.Embedding or spec.head_dim % WIDTH:
         return False
     if any(m._forward_hooks or m._forward_pre_hooks for m in trunk.modules()) or not _is_norm(trunk.norm):
         return False
@@ -157,7 +157,7 @@ def _is_plain(layer: nn.Module) -> bool:
     return (
         all(set(part) - {"q_norm", "k_norm"} == _PARTS[path] for path, part in children.items())
         and all(map(_is_norm, norms))
-        and all(type(m) is nn.Linear and not any(n % LANES for n in m.weight.shape) for m in linear)
+        and all(type(m) is nn.Linear and not any(n % WIDTH for n in m.weight.shape) for m in linear)
         and all(m.bias is None for m in without_bias)
         and not list(children["mlp"]["act_fn"].parameters())
     )

@@ -1,4 +1,4 @@
-// Vectors of 16 floats (GCC's vector extensions: whatever registers the machine has), and sums of them.
+// Vectors of floats as wide as the machine's registers (GCC keeps wider ones in memory), and sums of them.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -9,7 +9,15 @@
 
 namespace {
 
-constexpr int LANES = 16;
+#if defined(__AVX512F__)
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX__)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, REGISTERS = 32;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
 typedef float Vec __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
@@ -64,13 +72,15 @@ inline Vec fold(Vec a, Vec b) {
     return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, high);
 }
 
-// The sums of 16 vectors as one vector.
+// The sums of LANES vectors as one vector, from 2 * W vectors that hold W summands of each.
+template <int W = LANES / 2>
 inline Vec sums(const Vec* v) {
-    Vec a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++) a[i] = fold<8>(v[2 * i], v[2 * i + 1]);
-    for (int i = 0; i < 4; i++) b[i] = fold<4>(a[2 * i], a[2 * i + 1]);
-    for (int i = 0; i < 2; i++) c[i] = fold<2>(b[2 * i], b[2 * i + 1]);
-    return fold<1>(c[0], c[1]);
+    Vec half[W];
+    for (int i = 0; i < W; i++) half[i] = fold<W>(v[2 * i], v[2 * i + 1]);
+    if constexpr (W > 1)
+        return sums<W / 2>(half);
+    else
+        return half[0];
 }
 
 // exp of x <= 0 to about 1e-7, relative; 0 below -87. By 2^n * exp(r), |r| <= ln 2 / 2 (Cephes' polynomial).
