@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import warnings
 from types import ModuleType, SimpleNamespace
@@ -178,3 +179,8 @@ def test_methods_are_those_of_the_configuration():
 
     assert get_args(Method) == cli.METHODS
     assert get_args(DType) == cli.DTYPES
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "kvrl", "eval", "nowhere"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("kvrl: error: ") and not done.stdout

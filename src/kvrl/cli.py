@@ -436,7 +436,3 @@ def _fetch(args: argparse.Namespace) -> None:
     from kvrl.models.fetch import fetch
 
     print(fetch(args.name))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

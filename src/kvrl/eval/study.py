@@ -316,7 +316,7 @@ class Runner:
     def kvrl(self, log: Path, *arguments: str) -> str:
         """One kvrl command in a process of its own, on one core; its stdout. KvrlError if it fails."""
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", "kvrl.cli", *arguments]
+        command = [sys.executable, "-m", "kvrl", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
         with log.open("a") as file:
             file.write(done.stdout + done.stderr)

@@ -1,0 +1,8 @@
+"""`python -m kvrl`: the command, where its script is not on the path."""
+
+import sys
+
+from kvrl.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
