@@ -228,6 +228,9 @@ def test_what_a_cache_may_ask_of_a_model():
         ask(schedule=[2, 8])
     with pytest.raises(kvrl.KvrlError, match="positions: sequence is not the shared that the model was trained with"):
         ask(positions="sequence")
+    for name, value in (("budget", 24), ("buffer", 8), ("protect_prompt", True)):
+        with pytest.raises(kvrl.KvrlError, match=f"cache.{name}: has no meaning under cache.policy beacon"):
+            params_of(kvrl.CacheConfig(policy="beacon", **{name: value}))
     for name, value in (("window", 4), ("sinks", 2), ("granularity", "shared")):
         with pytest.raises(kvrl.KvrlError, match=f"cache.{name}: {value} has no meaning under policy beacon"):
             params_of(kvrl.CacheConfig(policy="beacon", **{name: value}))

@@ -172,7 +172,7 @@ def test_the_command(folders, capsys, tmp_path):
     ("two", ["--curve", "--others", "x={root}/other"], "has other tokens than MODEL"),
     ("two", ["--curve", "--teacher", "{root}/other"], "has other tokens than MODEL"),
     ("two", ["--curve", "--max_completion_length", "3"], "--every: 4 is over --max_completion_length (3)"),
-    ("none", ["--curve"], "beacon needs a model that has a beacon"),
+    ("none", ["--curve"], "none has no beacon, and a curve is of beacons"),
 ])  # fmt: skip
 def test_mistakes(folders, capsys, monkeypatch, name, flags, message):
     """Told before anything is decoded."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -10,7 +11,7 @@ import kvrl
 from kvrl.cli import build_parser, main
 from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import Evaluation, evaluation_table, idle_budgets
-from kvrl.eval.run_defaults import settings_of, uncompressed_of
+from kvrl.eval.run_defaults import settings_of, uncompressed_of, without_task
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer, make_tiny
 from kvrl.tasks import get_task
 from kvrl.train.checkpoint import save_model
@@ -36,7 +37,7 @@ def test_the_runs_settings_are_the_defaults(run):
     assert (args.policy, args.task, args.task_params) == ("rkv", "recurrence", {"min_steps": 3, "max_steps": 4})
     assert (cache.budget, cache.buffer, cache.window, cache.sinks, cache.params) == (13, 6, 4, 2, {"mix": 0.25})
     assert (sampling.max_completion_length, sampling.temperature, sampling.num_generations) == (30, 0.5, 1)
-    for part in ("buffer 6", "window 4", "sinks 2", "params {'mix': 0.25}", "max_completion_length 30", "task recurre"):
+    for part in ("buffer 6", "window 4", "sinks 2", 'params {"mix": 0.25}', "max_completion_length 30", "task recurre"):
         assert part in taken
 
 
@@ -89,6 +90,7 @@ def test_the_table_shows_buffer_and_evictions():
     table = evaluation_table([result("24", 8, 1.5, 9), result("full", None, 0.0, 9)], "")
     cells = {column.header: list(column.cells) for column in table.columns}
     assert cells["budget + buffer"] == ["24 + 8", "full"] and cells["evictions"] == ["1.5", "0.0"]
+    assert evaluation_table([result("c=2", None, 1.5, 9)], "").columns[0].header == "decoding"
 
 
 def folder_of(root, **changes) -> str:
@@ -163,6 +165,16 @@ def test_without_beacons_a_separate_students_teacher_decodes(tmp_path, capsys, f
     assert [budget for budget, _ in ours] == names and "its teacher decodes" not in silent
     assert [row in theirs for row in ours] == [name != "c=2" for name in names]
     assert f"{model} is a separate student: without beacons its teacher decodes, {folder / 'teacher'}" in said
+    never = "warning: .*/teacher is the teacher of a separate student and never learned to read beacons"
+    assert bool(re.search(never, silent)) == ("c=2" in names) and not re.search(never, said)
+
+
+def test_a_model_without_a_task_is_told_what_it_may_be(tmp_path):
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    assert "is the folder of a run; give its model, " in str(without_task(str(tmp_path / "run"), "--task"))
+    assert "is no folder" in str(without_task(str(tmp_path / "rum" / "model"), "--task"))
+    assert "--task: is missing, and gpt2 is not the model of a run" in str(without_task("gpt2", "--task"))
+    assert "--task: is missing" in str(without_task(str(tmp_path / "run" / "model"), "--task"))
 
 
 def test_a_students_beacons_alone_need_no_teacher(tmp_path, capsys):

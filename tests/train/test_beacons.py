@@ -12,11 +12,11 @@ from kvrl.cli import main
 from kvrl.errors import KvrlError
 from kvrl.eval.run_defaults import run_of
 from kvrl.train.preflight import unclosed
-from kvrl.train.run import build
+from kvrl.train.run import build, make_start
 from kvrl.train.setup import load_model
 from kvrl.train.trainer import train
 from runs import make_beacon_config as make
-from runs import metrics_of, noisy_rewards
+from runs import make_config, metrics_of, noisy_rewards
 
 
 def beacons(**params):
@@ -86,14 +86,28 @@ def test_under_lora_the_adapters_folder_keeps_the_beacon(tmp_path, monkeypatch):
 
 
 def test_a_folder_trained_with_other_windows_is_refused(tmp_path):
-    from kvrl.train.run import make_start
-
     make_start(make(tmp_path), tmp_path / "start", lambda text: None)
     for every in (2, [2, 3]):
         config = make(tmp_path, model={"path": str(tmp_path / "start")}, cache=beacons(every=every))
         build(config.model_copy(update={"warm_start": None}), lambda text: None)
     with pytest.raises(KvrlError, match="cache.params.every: 5 is not one of the 2, 3 that the model was trained with"):
-        build(make(tmp_path, model={"path": str(tmp_path / "start")}, cache=beacons(every=[2, 5])), print)
+        config = make(tmp_path, model={"path": str(tmp_path / "start")}, cache=beacons(every=[2, 5]))
+        build(config.model_copy(update={"warm_start": None}), print)
+
+
+def test_a_warm_start_of_a_model_with_beacons_is_refused(tmp_path):
+    """It would train the model without them."""
+    make_start(make(tmp_path), tmp_path / "start", lambda text: None)
+    config = make(tmp_path, model={"path": str(tmp_path / "start")}, cache=beacons(every=2))
+    with pytest.raises(KvrlError, match="warm_start: would train .*start without the beacons that it has.* to null"):
+        build(config, print)
+
+
+def test_a_warm_start_of_a_runs_model_is_told(tmp_path):
+    said = []
+    train(make_config(tmp_path / "first", train={"max_steps": 1}, eval={"n": 0}))
+    build(make_config(tmp_path / "second", model={"path": str(tmp_path / "first" / "model")}), said.append)
+    assert sum("first/model is the model of a run already; set warm_start to null" in line for line in said) == 1
 
 
 @pytest.mark.parametrize("changes, message", [

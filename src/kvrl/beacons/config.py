@@ -141,6 +141,12 @@ def params_of(cache: CacheConfig) -> BeaconParams:
                 f"cache.{name}: {given} has no meaning under policy beacon, where a window goes as a whole when its "
                 f"beacon was read; leave cache.{name} out"
             )
+    for name in ("budget", "buffer", "protect_prompt"):
+        if getattr(cache, name) != CacheConfig.model_fields[name].default:
+            raise KvrlError(
+                f"cache.{name}: has no meaning under cache.policy beacon, whose dial is cache.params.every; leave "
+                f"cache.{name} out"
+            )
     try:
         params = BeaconParams(**cache.params)
     except ValidationError as error:
@@ -148,7 +154,7 @@ def params_of(cache: CacheConfig) -> BeaconParams:
         field, known = str(first["loc"][0]), sorted(BeaconParams.model_fields)
         if first["type"] == "extra_forbidden":
             near = difflib.get_close_matches(field, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known)}"
+            hint = f"did you mean {near[0]}?" if near else f"leave it out (it has {', '.join(known)})"
             raise KvrlError(f"cache.params.{field}: is no parameter of beacon; {hint}") from None
         wanted = {
             "every": "a whole number or a list of them", "positions": "'sequence' or 'shared'",

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from kvrl.beacons.config import beacons_for, check_limit
+from kvrl.beacons.config import BeaconSet, beacons_for, beacons_of, check_limit
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
@@ -20,7 +20,7 @@ from kvrl.eval.curve import TRUNCATED, UNCOMPRESSED, Curve, Decoder, Point, meas
 from kvrl.eval.evaluate import held_out
 from kvrl.eval.models import load, load_other
 from kvrl.eval.report import check_figure, to_json, widened
-from kvrl.eval.run_defaults import settings_of, uncompressed_of
+from kvrl.eval.run_defaults import settings_of, uncompressed_of, without_task
 from kvrl.progress import sampling_bar
 from kvrl.sampler.config import SamplingConfig
 from kvrl.tasks import get_task
@@ -68,7 +68,7 @@ def run_curve(args: argparse.Namespace) -> None:
     baselines = {name: baseline(name, held) for name in args.baselines or BASELINES}
     others = [named(text, [FIRST, UNCOMPRESSED, TRUNCATED, *baselines]) for text in args.others or []]
     if args.task is None:
-        raise KvrlError(f"--task: is missing, and {args.model} is not the model of a run; set --task")
+        raise without_task(args.model, "--task")
     args.teacher = args.teacher or uncompressed_of(args.model)
     if taken is not None:
         print(taken, file=sys.stderr)
@@ -87,6 +87,7 @@ def run_curve(args: argparse.Namespace) -> None:
         from kvrl.eval.curve_plot import plot
 
         plot(Path(args.output), curve, heading)
+        print(f"figure: {args.output}", file=sys.stderr)
 
 
 def baseline(name: str, held: dict[str, Any]) -> CacheConfig:
@@ -109,7 +110,7 @@ def measured(
     n = 256 if args.n is None else args.n
     task = get_task(args.task, **args.task_params)
     model, tokenizer = load(args.model, args.dtype, "MODEL")
-    windows = beacons_for(cache, model)
+    windows = windows_of(cache, model, "MODEL", args.model)
     same = args.teacher == args.model
     teacher = model if same else load_other(args.teacher, args.dtype, "--teacher", tokenizer)
     beacons: dict[str, list[tuple[nn.Module, CacheConfig]]] = {FIRST: [(model, cache)]}
@@ -117,7 +118,7 @@ def measured(
     for name, folder in others:
         other = load_other(folder, args.dtype, "--others", tokenizer)
         own = CacheConfig(policy="beacon")
-        for c in beacons_for(own, other).every:
+        for c in windows_of(own, other, "--others", folder).every:
             if (name, c) in drawn:
                 raise KvrlError(f"--others: {name} has c={c} twice, again of {folder}; give that model another name")
             drawn.add((name, c))
@@ -128,6 +129,13 @@ def measured(
     with torch.no_grad(), sampling_bar(Console(stderr=True)) as on_step:
         decoder = Decoder(task, tokenizer, rows, prompts, sampling, args.seed, args.slots or min(128, n), on_step)
         return measure(decoder, beacons, teacher, baselines, args.limits)
+
+
+def windows_of(cache: CacheConfig, model: nn.Module, field: str, folder: str) -> BeaconSet:
+    """The beacons of a curve. KvrlError for a model without."""
+    if beacons_of(model) is None:
+        raise KvrlError(f"{field}: {folder} has no beacon, and a curve is of beacons; give a model that has one")
+    return beacons_for(cache, model)
 
 
 def named(text: str, taken: list[str]) -> tuple[str, str]:
@@ -178,6 +186,6 @@ def text_table(curve: Curve) -> Table:
     table = Table(title="the uncompressed model's completions under each cache: -log-prob, nats a token")
     table.add_column("decoding")
     table.add_column("nats", justify="right")
-    for name, value in curve.text.items():
+    for name, value in sorted(curve.text.items(), key=lambda item: item[1]):
         table.add_row(name, f"{value:.4f}")
     return table

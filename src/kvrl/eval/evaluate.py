@@ -19,7 +19,7 @@ from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
 from kvrl.eval.models import load, load_other
 from kvrl.eval.report import to_json, widened
-from kvrl.eval.run_defaults import settings_of, teacher_of
+from kvrl.eval.run_defaults import is_teacher, settings_of, teacher_of, without_task
 from kvrl.progress import sampling_bar
 from kvrl.rewards.call import score
 from kvrl.sampler.config import SamplingConfig
@@ -160,7 +160,8 @@ def held_out(
 def evaluation_table(results: Sequence[Evaluation], title: str) -> Table:
     """Results as a table for the terminal."""
     table = Table(title=title)
-    for name in ("budget + buffer", "accuracy", "KV bytes", "of full", "evictions", "mean length", "cut off"):
+    first = "budget + buffer" if any(r.buffer is not None for r in results) else "decoding"
+    for name in (first, "accuracy", "KV bytes", "of full", "evictions", "mean length", "cut off"):
         table.add_column(name, justify="right")
     for r in results:
         table.add_row(
@@ -199,6 +200,9 @@ def teacher_for(args: argparse.Namespace, cache: CacheConfig, tokenizer: Any) ->
 
     The student never learnt to do without them, and its run decoded with its teacher.
     """
+    if cache.is_beacon and is_teacher(args.model):
+        print(f"kvrl: warning: {args.model} is the teacher of a separate student and never learned to read beacons; "
+              "decode with the model/ beside it, or with --budgets full --policy dense", file=sys.stderr)  # fmt: skip
     path = teacher_of(args.model)
     if path is None or (cache.is_beacon and "full" not in (args.budgets or [])):
         return None
@@ -236,7 +240,7 @@ def run_eval(args: argparse.Namespace) -> None:
 
         return run_benchmark(args, cache, sampling, load_sets(args.benchmark, args.data_dir, args.task_params))
     if args.task is None:
-        raise KvrlError(f"--task: is missing, and {args.model} is not the model of a run; set --task or --benchmark")
+        raise without_task(args.model, "--task or --benchmark")
     if args.data_dir is not None:
         raise KvrlError("--data_dir: is the folder of a benchmark's files; for a task set --task_params '{path: FILE}'")
     n = 256 if args.n is None else args.n

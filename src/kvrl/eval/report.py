@@ -154,7 +154,7 @@ def plot_reward(path: Path, curves: dict[str, list[float]], evaluations: list[di
     axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
     step_ticks(axes)
     axes.grid(alpha=0.3)
-    axes.legend(loc="lower right")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, fontsize=8, frameon=False)  # over no point
     figure.tight_layout()
     figure.savefig(path)
     plt.close(figure)

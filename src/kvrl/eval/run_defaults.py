@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from kvrl.cache.config import CacheConfig
 from kvrl.errors import KvrlError
 from kvrl.sampler.config import SamplingConfig
-from kvrl.train.checkpoint import TEACHER
+from kvrl.train.checkpoint import MODEL, TEACHER
 from kvrl.train.config_file import explain
 
 POLICY = "rkv"
@@ -29,6 +29,23 @@ def run_of(model: str) -> dict[str, Any] | None:
     except ValueError:
         return None  # some other program's file
     return found if isinstance(found, dict) and {"method", "cache", "sampling", "task"} <= found.keys() else None
+
+
+def is_teacher(model: str) -> bool:
+    """Whether a folder is the uncompressed policy beside a separate student of a run."""
+    run = run_of(model)
+    apart = run is not None and run["method"] == "breadcrumbs" and run["breadcrumbs"]["student"] == "separate"
+    return apart and Path(model).expanduser().resolve().name == TEACHER
+
+
+def without_task(model: str, flags: str) -> KvrlError:
+    """The refusal of a model that says no task, with what it may be instead."""
+    folder = Path(model).expanduser()
+    if (folder / MODEL).is_dir():
+        return KvrlError(f"MODEL: {model} is the folder of a run; give its model, {folder / MODEL}")
+    if not folder.is_dir() and len(folder.parts) > 2:  # a name of the hub has two parts
+        return KvrlError(f"MODEL: {model} is no folder; give the folder of a model")
+    return KvrlError(f"--task: is missing, and {model} is not the model of a run; set {flags}")
 
 
 def teacher_of(model: str) -> str | None:
@@ -97,7 +114,8 @@ def settings_of(args: argparse.Namespace) -> tuple[CacheConfig, SamplingConfig, 
     flags = {k: getattr(args, k) for k in ("buffer", "window", "sinks") if getattr(args, k) is not None}
     flags |= beacon_flags(args, cache.get("params", {}))
     drawn = {k: v for k in ("temperature", "max_completion_length") if (v := getattr(args, k)) is not None}
-    taken += [f"{k} {v}" for k, v in cache.items() if k not in flags and v is not False]
+    shown = {k: json.dumps(v) if isinstance(v, dict) else v for k, v in cache.items() if v is not False}
+    taken += [f"{k} {v}" for k, v in shown.items() if k not in flags]
     usual = SamplingConfig().model_dump(exclude={"max_completion_length"})
     taken += [f"{k} {v}" for k, v in sampling.items() if k not in drawn and usual.get(k, ...) != v]
     args.task_params = args.task_params or {}
@@ -120,7 +138,8 @@ def beacon_flags(args: argparse.Namespace, params: dict[str, Any]) -> dict[str, 
         return {}
     if args.policy != "beacon":
         raise KvrlError(
-            f"--{next(iter(given))}: chooses the windows of beacons, and --policy is {args.policy}; set --policy beacon"
+            f"--{next(iter(given))}: chooses the windows of beacons, and --policy is {args.policy}; leave it out, or "
+            "give a model with beacons and --policy beacon"
         )
     return {"params": {**params, "schedule": "constant", **given}}
 

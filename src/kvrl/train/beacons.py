@@ -72,7 +72,7 @@ def check_beacons(config: Config) -> None:
         if given := changed(own):
             raise KvrlError(
                 f"breadcrumbs.{given[0]}: has no meaning under method {config.method}; set method to breadcrumbs, or "
-                f"leave breadcrumbs.{given[0]} out"
+                f"leave breadcrumbs.{given[0]} out (`--breadcrumbs {{}}` leaves all of a file's section out)"
             )
     elif not cache.is_beacon:
         raise KvrlError(
@@ -116,11 +116,6 @@ def check_beacons(config: Config) -> None:
             )
         return
     rates = params_of(cache).rates
-    if given := [name for name in changed(cache) if name in ("budget", "buffer", "protect_prompt")]:
-        raise KvrlError(
-            f"cache.{given[0]}: has no meaning under cache.policy beacon, whose dial is cache.params.every; leave "
-            f"cache.{given[0]} out"
-        )
     if rates is None:
         raise KvrlError(
             "cache.params.every: is missing; give the raw tokens that a beacon stands for, such as 4, or [2, 4, 8] to "

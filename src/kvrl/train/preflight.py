@@ -87,7 +87,7 @@ def unclosed(cache: CacheConfig, new: int) -> list[str]:
     """Windows so long that no completion of `new` tokens ever feeds their beacon."""
     return [
         f"cache.params.every: a window of {c} tokens never closes before the last of sampling.max_completion_length "
-        f"({new}) tokens, so nothing will be evicted; {closing(c, new)}"
+        f"({new}) tokens, so its completions keep every entry; {closing(c, new)}"
         for c in params_of(cache).rates or ()
         if c > new - 2
     ]

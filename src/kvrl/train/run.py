@@ -19,6 +19,7 @@ from kvrl.beacons.config import beacons_for
 from kvrl.critic import Critic
 from kvrl.distill import Distillation, always
 from kvrl.errors import KvrlError
+from kvrl.eval.run_defaults import run_of
 from kvrl.learner import Scorer
 from kvrl.rewards.build import Rewards, build_rewards, pair_judge
 from kvrl.rewards.pairs import Preferences
@@ -119,7 +120,14 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     model, tokenizer = load_policy(config, task, resumed / (TEACHER if apart else MODEL) if resumed else None)
     model.to(accelerator.device)
     preflight(config, model, tokenizer, task, say)
-    if config.warm_start is not None and resumed is None:
+    if resumed is not None:
+        say(f"resumed from {resumed}")
+    elif config.warm_start is not None:
+        if run_of(config.model.path) is not None:
+            say(
+                f"warning: warm_start: {config.model.path} is the model of a run already; set warm_start to null to go "
+                "on from it as it is"
+            )
         supervise(config, model, tokenizer, task, say)
     reference = distiller = critic = student = pupil = None
     if apart:

@@ -18,6 +18,7 @@ COLUMNS = (
     ("reward", "reward", "{:.3f}"),
     ("kl", "kl/mean", "{:.4f}"),
     ("entropy", "entropy", "{:.3f}"),
+    ("distill kl", "distill/kl/mean", "{:.4f}"),
     ("tok/s", "tokens_per_second", "{:.0f}"),
     ("KV/dense", "kv_bytes_share", "{:.0%}"),
     ("parity mean", "parity/mean", "{:.1e}"),

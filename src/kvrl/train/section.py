@@ -21,7 +21,7 @@ class WarmStart(Section):
     """Cross-entropy on the task's worked solutions before the first rollout."""
 
     steps: int = Field(200, ge=1)
-    """Optimiser steps of supervised training before reinforcement learning."""
+    """Optimiser steps of supervised training before reinforcement learning; for none leave the section out (null)."""
     batch_size: int = Field(32, ge=1)
     """Demonstrations of one step."""
     learning_rate: Positive = 3e-3

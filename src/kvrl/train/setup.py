@@ -45,6 +45,11 @@ def load_policy(config: Config, task: Task, folder: Path | None) -> tuple[nn.Mod
             parameter.data = parameter.data.to(DTYPES[config.model.dtype])
     else:
         model, tokenizer = load_model(start, config.model.dtype, merge=True)
+        if folder is None and config.warm_start is not None and beacons_of(model) is not None:
+            raise KvrlError(
+                f"warm_start: would train {start} without the beacons that it has, and it would read them no longer; "
+                "set warm_start to null"
+            )
     if config.cache.is_beacon:
         give_beacon(model, tokenizer, config)
     if config.lora is not None:

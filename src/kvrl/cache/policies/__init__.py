@@ -56,7 +56,7 @@ def make_policy(cache: CacheConfig) -> Policy | None:
         known = sorted(set(cls.model_fields) - set(common))
         if first["type"] == "extra_forbidden":
             near = difflib.get_close_matches(field, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(known) or 'none'}"
+            hint = f"did you mean {near[0]}?" if near else f"leave it out (it has {', '.join(known) or 'none'})"
             raise KvrlError(f"{where}.{field}: is no parameter of {cls.name}; {hint}") from None
         what = first["msg"].removeprefix("Input should be ")
         raise KvrlError(f"{where}.{field}: {first['input']!r} is refused; it should be {what}") from None
