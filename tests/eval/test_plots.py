@@ -45,6 +45,14 @@ def test_full_cache_rollouts_are_dashed_and_said_to_be_so(tmp_path, figures):
     assert all(tick == int(tick) for tick in left.get_xticks())
 
 
+def test_many_lines_have_a_colour_each_and_a_legend_of_their_own(tmp_path, figures):
+    outcome_plot.plot(tmp_path / "p.png", [Line(f"variant {i}", [[0.1, 0.2]], [0.3], [0.9]) for i in range(18)])
+    (figure,) = figures()
+    left, _ = figure.axes
+    assert len({tuple(line.get_color()) for line in left.lines}) == 18 and left.get_legend() is None
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == [f"variant {i}" for i in range(18)]
+
+
 def test_short_runs_have_whole_steps(tmp_path, figures):
     report.plot_reward(tmp_path / "p.png", {"reward": [0.1, 0.2]}, [{"budget": "8", "step": 0, "accuracy": 0.1}])
     (axes,) = figures()[0].axes

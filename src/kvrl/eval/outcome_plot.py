@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,27 +39,29 @@ def plot(path: Path, lines: Sequence[Line]) -> None:
     from matplotlib.lines import Line2D
 
     many = len(lines) > 4
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), dpi=120, width_ratios=(3, 2))
+    colours = [f"C{i}" if len(lines) <= 10 else matplotlib.colormaps["tab20"](i % 20) for i in range(len(lines))]
+    below = 0.22 * math.ceil(len(lines) / 3) if many else 0.0  # inches of the legend, three names a line
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2 + below), dpi=120, width_ratios=(3, 2))
     for i, line in enumerate(lines):
         curves = [smooth(list(values)) for values in line.rewards]
         mean = [statistics.mean(x) for x in zip(*curves, strict=True)]
-        style: dict[str, Any] = {"color": f"C{i}", "linestyle": "--" if line.full_cache_rollouts else "-"}
+        style: dict[str, Any] = {"color": colours[i], "linestyle": "--" if line.full_cache_rollouts else "-"}
         if not many:
             for curve in curves:
                 left.plot(range(1, len(curve) + 1), curve, alpha=0.2, linewidth=1, **style)
         label = f"{line.name} (full-cache rollouts)" if line.full_cache_rollouts else line.name
         left.plot(range(1, len(mean) + 1), mean, label=label, **style)
         for marker, ends, shift in (("o", line.compressed, -0.12), ("^", line.full, 0.12)):
-            right.plot([i + shift] * len(ends), ends, marker, color=f"C{i}", alpha=0.5, markersize=5)
+            right.plot([i + shift] * len(ends), ends, marker, color=colours[i], alpha=0.5, markersize=5)
             at_end = [i + shift], [statistics.mean(ends)]
-            right.plot(*at_end, marker, color=f"C{i}", markersize=10, markeredgecolor="black")
+            right.plot(*at_end, marker, color=colours[i], markersize=10, markeredgecolor="black")
     left.set(xlabel="step", ylabel="reward in the rollouts (mean of 5 steps)", ylim=(0, 1))
     step_ticks(left)
-    left.legend(loc="upper left", ncols=2, fontsize=8)
+    if not many:
+        left.legend(loc="upper left", ncols=2, fontsize=8)
     right.set(ylabel="held-out accuracy at the end", ylim=(0, 1))
     names = [line.name for line in lines]
-    slant: dict[str, Any] = {"rotation": 30, "ha": "right", "fontsize": 8} if many else {}
-    right.set_xticks(range(len(names)), names, **slant)
+    right.set_xticks(range(len(names)), [""] * len(names) if many else names)  # the colours and the order say which
     kinds = [
         Line2D([], [], marker=marker, color="0.4", markeredgecolor="black", linestyle="none", markersize=9, label=label)
         for marker, label in (("o", "compressed decoding"), ("^", "full-cache decoding"))
@@ -66,7 +69,9 @@ def plot(path: Path, lines: Sequence[Line]) -> None:
     _legend_above(right, kinds)
     for axes in (left, right):
         axes.grid(alpha=0.3)
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, below / (4.2 + below), 1, 1))
+    if many:
+        figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path)
     plt.close(figure)
 
