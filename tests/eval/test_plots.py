@@ -85,12 +85,23 @@ def test_curves_are_drawn_at_their_sizes_with_their_areas(tmp_path, figures):
 
     methods = {
         "beacons": [at("c=4", 20, 0.4), at("c=2", 30, 0.8)],
+        "tova": [at("budget 19", 20, 0.1), at("budget 29", 30, 0.3)],
         "truncated": [at("limit 22", 20, 0), at("x", 30, 0)],
     }
-    memory = {"uncompressed": [Cell(0.0, 5), Cell(0.9, 9)], "tova": [None, Cell(0.5, 9)]}
+    memory = {
+        "uncompressed": [Cell(0.0, 5), Cell(0.9, 9)],
+        "beacons c=2": [Cell(0.2, 7), Cell(0.8, 9)],
+        "tova": [None, Cell(0.5, 9)],
+    }
     curve_plot.plot(tmp_path / "p.png", Curve(8, at("full", 44, 0.9), methods, [24, 48], memory), "model on task")
     left, right = figures()[0].axes
-    assert texts(left) == ["uncompressed, 44 entries", "beacons (AUAC 0.60)", "truncated (AUAC 0.00)"]
+    assert texts(left) == [
+        "uncompressed, 44 entries",
+        "beacons (AUAC 0.60)",
+        "tova (AUAC 0.20)",
+        "truncated (AUAC 0.00)",
+    ]
     assert [text.get_text() for text in left.texts] == ["c=4", "c=2"]
     assert list(left.lines[1].get_xdata()) == [20, 30] and list(left.lines[1].get_ydata()) == [0.4, 0.8]
-    assert texts(right) == ["uncompressed", "tova"] and list(right.lines[1].get_xdata()) == [48]
+    assert texts(right) == ["uncompressed", "beacons c=2", "tova"] and list(right.lines[2].get_xdata()) == [48]
+    assert [line.get_color() for line in right.lines] == ["black", left.lines[1].get_color(), left.lines[2].get_color()]
