@@ -27,7 +27,7 @@ def test_entries_by_hand():
     found = {e.path: e for e in entries(Config)}
     assert found["warm_start.steps"] == Entry(
         "warm_start.steps", "int, at least 1", "`200`",
-        "Optimiser steps of supervised training before reinforcement learning.",
+        "Optimiser steps of supervised training before reinforcement learning; for none leave the section out (null).",
     )  # fmt: skip
     assert found["eval.budgets"].type == "list of int at least 1 or `full` or `null`, length at least 1"
     assert found["parity.mean_tolerance"].type == "float above 0 or `null`"
