@@ -31,11 +31,22 @@ def run_of(model: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and {"method", "cache", "sampling", "task"} <= found.keys() else None
 
 
+def is_apart(model: str) -> bool:
+    """Whether a folder holds one of the two models of a run with a separate student."""
+    run = run_of(model)
+    return run is not None and run["method"] == "breadcrumbs" and run["breadcrumbs"]["student"] == "separate"
+
+
 def is_teacher(model: str) -> bool:
     """Whether a folder is the uncompressed policy beside a separate student of a run."""
-    run = run_of(model)
-    apart = run is not None and run["method"] == "breadcrumbs" and run["breadcrumbs"]["student"] == "separate"
-    return apart and Path(model).expanduser().resolve().name == TEACHER
+    return is_apart(model) and Path(model).expanduser().resolve().name == TEACHER
+
+
+def teacher_of(model: str) -> str | None:
+    """The uncompressed policy beside a separate student of a run; None for any other model."""
+    if not is_apart(model) or is_teacher(model):
+        return None
+    return str(Path(model).expanduser().resolve().parent / TEACHER)
 
 
 def without_task(model: str, flags: str) -> KvrlError:
@@ -46,14 +57,6 @@ def without_task(model: str, flags: str) -> KvrlError:
     if not folder.is_dir() and len(folder.parts) > 2:  # a name of the hub has two parts
         return KvrlError(f"MODEL: {model} is no folder; give the folder of a model")
     return KvrlError(f"--task: is missing, and {model} is not the model of a run; set {flags}")
-
-
-def teacher_of(model: str) -> str | None:
-    """The uncompressed policy beside a separate student of a run; None for any other model."""
-    run, folder = run_of(model), Path(model).expanduser().resolve()
-    if run is None or run["method"] != "breadcrumbs" or run["breadcrumbs"]["student"] != "separate":
-        return None
-    return None if folder.name == TEACHER else str(folder.parent / TEACHER)
 
 
 def uncompressed_of(model: str) -> str:
