@@ -202,7 +202,7 @@ def teacher_for(args: argparse.Namespace, cache: CacheConfig, tokenizer: Any) ->
     """
     if cache.is_beacon and is_teacher(args.model):
         print(f"kvrl: warning: {args.model} is the teacher of a separate student and never learned to read beacons; "
-              "decode with the model/ beside it, or with --budgets full --policy dense", file=sys.stderr)  # fmt: skip
+              "decode with the model/ beside it, or with --policy dense", file=sys.stderr)  # fmt: skip
     path = teacher_of(args.model)
     if path is None or (cache.is_beacon and "full" not in (args.budgets or [])):
         return None

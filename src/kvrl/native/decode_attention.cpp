@@ -128,9 +128,8 @@ void attend(const T* q, int64_t q_stride, const T* keys, const T* values, int64_
         }
         total[g] = sum(sum_of) + (sinks ? std::exp(sinks[g] - most) : 0.0f);
     }
-    constexpr int DV = REGISTERS == 32 ? 4 : 2;  // times G sums, G at most 4, beside the values
-    if (dim % (DV * LANES) == 0)
-        mix<G, DV>(weight, stride, values, n, dim, out);
+    if (dim % (VECTORS * LANES) == 0)
+        mix<G, VECTORS>(weight, stride, values, n, dim, out);
     else
         mix<G, 1>(weight, stride, values, n, dim, out);
     for (int g = 0; g < G; g++)

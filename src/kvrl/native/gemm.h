@@ -14,7 +14,7 @@
 namespace {
 
 constexpr int COLUMNS = 64;  // of a panel
-constexpr int ROWS = 6;      // of a tile
+constexpr int ROWS = 6;      // of a tile: times VECTORS sums, the weights and a broadcast fill the registers
 constexpr int BLOCK = 24;    // rows of a task
 
 // The kinds of numbers: float, and bfloat16 (as uint16_t), whose products come in pairs.
@@ -37,9 +37,6 @@ void pack(const T* w, T* packed, int64_t n, int64_t k, const int64_t* rows, int6
         }
     }
 }
-
-// Vectors of a row that a tile of floats sums at once: with ROWS = 6, the weights and a broadcast they fill the registers.
-constexpr int VECTORS = REGISTERS == 32 ? 4 : 2;
 
 // out [R, COLUMNS] = x [R, k] times one panel. Sums of 32 products are summed: a long chain would lose digits.
 template <int R>

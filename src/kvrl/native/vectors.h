@@ -18,6 +18,7 @@ constexpr int LANES = 4, REGISTERS = 32;
 #else
 constexpr int LANES = 4, REGISTERS = 16;
 #endif
+constexpr int VECTORS = REGISTERS == 32 ? 4 : 2;  // of a row, summed at once for several rows without spilling
 typedef float Vec __attribute__((vector_size(LANES * sizeof(float))));
 typedef int32_t Ints __attribute__((vector_size(LANES * sizeof(int32_t))));
 typedef uint16_t Halves __attribute__((vector_size(LANES * sizeof(uint16_t))));
