@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterable
 from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from kvrl.eval.report import read_metrics
 from kvrl.eval.run_defaults import check_start, taught_by_start, teacher_of, uncompressed_of
 from kvrl.eval.starts import START, ensure_start, finished, shares_starts, start_folder
 from kvrl.eval.study_file import CurveSettings, Score, Study, Values
+from kvrl.quiet import quiet_models
 from kvrl.train.config import Config, load_config
 from kvrl.train.config_file import read_config
 
@@ -197,8 +199,9 @@ class Runner:
         bases = [base for base in bases if shares_starts(base)]
         if not bases:
             return
-        with ProcessPoolExecutor(self.jobs, multiprocessing.get_context("spawn")) as pool:
-            made = [pool.submit(ensure_start, base, self.start_of(base), say) for base in bases]
+        spawn = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(self.jobs, spawn, initializer=quiet_models) as pool:
+            made = [pool.submit(ensure_start, base, self.start_of(base), partial(say, base.seed)) for base in bases]
             for start in made:
                 start.result()
 
@@ -337,6 +340,6 @@ def is_curve_of(curve: dict[str, Any], settings: CurveSettings, model: str) -> b
     )
 
 
-def say(text: str) -> None:
-    """Progress, which is no result."""
-    print(text, file=sys.stderr)
+def say(seed: int, text: str) -> None:
+    """Progress of a start, which is no result."""
+    print(f"seed {seed}: {text}", file=sys.stderr)
