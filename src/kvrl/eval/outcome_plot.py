@@ -40,7 +40,7 @@ def plot(path: Path, lines: Sequence[Line]) -> None:
 
     many = len(lines) > 4
     colours = [f"C{i}" if len(lines) <= 10 else matplotlib.colormaps["tab20"](i % 20) for i in range(len(lines))]
-    below = 0.22 * math.ceil(len(lines) / 3) if many else 0.0  # inches of the legend, three names a line
+    below = 0.22 * math.ceil(len(lines) / 3)  # inches of the legend, three names a line: over no curve
     figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2 + below), dpi=120, width_ratios=(3, 2))
     for i, line in enumerate(lines):
         curves = [smooth(list(values)) for values in line.rewards]
@@ -57,8 +57,6 @@ def plot(path: Path, lines: Sequence[Line]) -> None:
             right.plot(*at_end, marker, color=colours[i], markersize=10, markeredgecolor="black")
     left.set(xlabel="step", ylabel="reward in the rollouts (mean of 5 steps)", ylim=(0, 1))
     step_ticks(left)
-    if not many:
-        left.legend(loc="upper left", ncols=2, fontsize=8)
     right.set(ylabel="held-out accuracy at the end", ylim=(0, 1))
     names = [line.name for line in lines]
     right.set_xticks(range(len(names)), [""] * len(names) if many else names)  # the colours and the order say which
@@ -70,8 +68,7 @@ def plot(path: Path, lines: Sequence[Line]) -> None:
     for axes in (left, right):
         axes.grid(alpha=0.3)
     figure.tight_layout(rect=(0, below / (4.2 + below), 1, 1))
-    if many:
-        figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8, frameon=False)
+    figure.legend(*left.get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=8, frameon=False)
     figure.savefig(path)
     plt.close(figure)
 
