@@ -48,7 +48,10 @@ def parse_methods(text: str) -> list[str]:
 
 def parse_names(text: str) -> list[str]:
     """`tova,streaming` as `["tova", "streaming"]`, each once."""
-    return list(dict.fromkeys(part for part in text.split(",") if part))
+    names = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    if not names:
+        raise argparse.ArgumentTypeError(f"{text!r} names nothing; write names with commas between them")
+    return names
 
 
 def positive(text: str) -> int:

@@ -59,6 +59,8 @@ def error_of(capsys, *argv: str) -> str:
      "beacons.token: '=' is an ordinary token, which texts may hold"),
     (["--cache.params.every", "4", "--beacons.token", "'='", "--model.path", "{root}/trained"],
      "beacons.token: '=' is not the beacon that the model has, '<|beacon|>'; leave beacons.token out"),
+    (["--cache.params.every", "4", "--beacons.start", "'='", "--model.path", "{root}/trained"],
+     "beacons.start: '=' has no meaning for a model that has a beacon already; leave it out"),
     (["--cache.params.every", "true"], "cache.params.every: True is refused; it should be a whole number or a list"),
     (["--cache.params.every", "31"], "lower it to at most 28, or raise sampling.max_completion_length to at least 33"),
     (["--cache.params.every", "3", "--sampling.max_completion_length", "2"],

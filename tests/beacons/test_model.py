@@ -5,14 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import helpers
 import kvrl
 from kvrl.beacons.config import BeaconSet, beacons_for, beacons_of, decodings, params_of
-from kvrl.beacons.model import NAME, restore_beacon, save_beacon
+from kvrl.beacons.model import NAME, RESERVED, restore_beacon, save_beacon
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from kvrl.models.tiny_families import build_family
+from kvrl.train.checkpoint import write
 from kvrl.train.setup import load_model
 
 WORDS = ["zero", "one", "two", "reserved"]  # ids 4 to 7, after pad, bos, eos, unk
@@ -76,6 +78,26 @@ def test_an_unused_token_that_is_not_marked_special():
     assert kvrl.add_beacon(lm, tokenizer, every=2, token="<unused0>").token_id == index
 
 
+def test_words_are_not_reserved():
+    for token, reserved in {
+        "<unused0>": True, "<|reserved_special_token_0|>": True, "[unused7]": True, "unreserved": False,
+        "Ġunused": False,
+    }.items():  # fmt: skip
+        assert bool(RESERVED.fullmatch(token)) == reserved
+
+
+def test_a_beacon_that_ends_completions_is_refused():
+    lm, tokenizer = pair()
+    kvrl.add_beacon(lm, tokenizer, every=2)
+    lm.generation_config.eos_token_id = 8
+    with pytest.raises(
+        kvrl.KvrlError, match="model: token 8 is its beacon, which is never drawn, and ends completions"
+    ):
+        kvrl.rollout(
+            lm, [[1, 5]], cache=kvrl.CacheConfig(policy="beacon"), sampling=kvrl.SamplingConfig(max_completion_length=6)
+        )
+
+
 def test_tied_embeddings():
     tokenizer = build_tiny_tokenizer(WORDS)
     lm = build_family("llama", vocab_size=8, tie_word_embeddings=True)
@@ -110,9 +132,18 @@ def test_a_beacon_among_adapters(tmp_path):
             if p.requires_grad:
                 p.add_(torch.linspace(-0.1, 0.1, p.numel()).view_as(p))
                 assert "lora" in name or p.shape == (1, 128)
-    wrapped.save_pretrained(tmp_path / "adapters")
+    write(tmp_path / "adapters", wrapped)
     save_beacon(tmp_path / "adapters", wrapped)
+    saved = load_file(tmp_path / "adapters" / "adapter_model.safetensors")
+    assert {tuple(t.shape) for n, t in saved.items() if "lora" not in n} == {(1, 128)}  # of the embedding one row
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    note = tmp_path / "adapters" / "kvrl_beacons.json"
+    held = note.read_text()
+    note.write_text(held.replace('"token_id": 8', '"token_id": 10000'))
+    with pytest.raises(kvrl.KvrlError, match=r"says that token 10000 is the beacon, and .* trained with \[8\]"):
+        restore_beacon(tmp_path / "adapters", base)
+    assert base.get_input_embeddings().num_embeddings == 8
+    note.write_text(held)
     restore_beacon(tmp_path / "adapters", base)
     again = PeftModel.from_pretrained(base, tmp_path / "adapters")
     assert beacons_of(again) == BeaconSet(8, (3,), "sequence")

@@ -12,8 +12,10 @@ import kvrl
 from kvrl.cache.config import CacheConfig
 from kvrl.cli import main
 from kvrl.eval.curve import Cell, Curve, Decoder, Point, at_size, measure, under_limit
+from kvrl.eval.curve_command import baseline
 from kvrl.eval.report import check_figure
 from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
+from kvrl.models.tiny_families import build_family
 from kvrl.sampler.config import SamplingConfig
 from kvrl.train.checkpoint import save_model
 
@@ -115,15 +117,18 @@ def test_a_point_is_decoded_once():
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> Path:
-    """`two` has beacons of 2 and 4, `one` of 4 alone, `none` has none, `other` has other tokens."""
+    """`two` has beacons of 2 and 4, `one` of 4 alone, `none` has none, `other` has other tokens.
+
+    `long` has beacons of 20, and `deep` other layers.
+    """
     from kvrl.tasks import get_task
 
     root = tmp_path_factory.mktemp("models")
     tokens = get_task("recurrence").vocab
     for name, every, vocab in (("two", [2, 4], tokens), ("one", [4], tokens), ("none", None, tokens),
-                               ("other", [4], VOCAB)):  # fmt: skip
+                               ("long", [20], tokens), ("deep", [4], tokens), ("other", [4], VOCAB)):  # fmt: skip
         tokenizer = build_tiny_tokenizer(vocab)
-        lm = build_tiny_model(tokenizer, 0)
+        lm = build_tiny_model(tokenizer, 0) if name != "deep" else build_family("llama", vocab_size=len(tokenizer))
         if every:
             kvrl.add_beacon(lm, tokenizer, every=every)
         save_model(root / name, lm, tokenizer)
@@ -171,6 +176,10 @@ def test_the_command(folders, capsys, tmp_path):
     ("one", ["--curve", "--output", "{root}/curve.xyz"], "curve.xyz does not end in .png, .pdf, .svg"),
     ("two", ["--curve", "--others", "x={root}/other"], "has other tokens than MODEL"),
     ("two", ["--curve", "--teacher", "{root}/other"], "has other tokens than MODEL"),
+    ("two", ["--curve", "--baselines", ","], "argument --baselines: ',' names nothing"),
+    ("two", ["--curve", "--others", "x={root}/long"], "long has beacons of every 20 tokens, over --max_completion_le"),
+    ("two", ["--curve", "--others", "x={root}/deep"], "a curve is of models of one shape, as they replay one text"),
+    ("two", ["--curve", "--teacher", "{root}/deep"], "--teacher: "),
     ("two", ["--curve", "--max_completion_length", "3"], "--every: 4 is over --max_completion_length (3)"),
     ("none", ["--curve"], "none has no beacon, and a curve is of beacons"),
 ])  # fmt: skip
@@ -181,6 +190,10 @@ def test_mistakes(folders, capsys, monkeypatch, name, flags, message):
     assert main(["eval", str(folders / name), *SHORT, *flags]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_a_baseline_may_keep_more_than_a_caches_default_holds():
+    assert baseline("recent", {"window": 600, "buffer": 1}).window == 600  # its budget is matched later
 
 
 def test_numbers_are_printed_before_the_figure_is_drawn(folders, capsys, monkeypatch, tmp_path):

@@ -130,6 +130,41 @@ def test_the_uncompressed_policy_of_every_recipe(tmp_path):
     assert uncompressed_of("nowhere") == "nowhere"
 
 
+def test_a_start_that_is_not_there_any_more(tmp_path, monkeypatch):
+    """Its teacher would be the uncompressed policy: the model itself, which learnt beacons, must not stand for it."""
+    monkeypatch.chdir(tmp_path)
+    folder_of(tmp_path / "runs" / "student", **SEPARATE)
+    went_on = folder_of(tmp_path / "went_on", model={"path": "runs/student/model"}, warm_start=None)
+    assert uncompressed_of(went_on) == str(tmp_path / "runs" / "student" / "teacher")
+    gone = "--teacher: the run of .* started from {}, which is not there .*; name the uncompressed policy"
+    monkeypatch.chdir(tmp_path / "runs")
+    with pytest.raises(KvrlError, match=gone.format("runs/student/model")):
+        uncompressed_of(went_on)
+    beside = folder_of(tmp_path / "beside", model={"path": "student_was/model"}, warm_start=None)
+    with pytest.raises(KvrlError, match=gone.format("student_was/model")):
+        uncompressed_of(beside)
+    own = folder_of(tmp_path / "renamed", model={"path": str(tmp_path / "renamed" / "model")}, warm_start=None)
+    with pytest.raises(KvrlError, match=gone.format(own)):
+        uncompressed_of(own)
+    known = folder_of(tmp_path / "known", model={"path": "org/name"}, warm_start=None)  # of the hub
+    assert uncompressed_of(known) == known
+
+
+@pytest.mark.parametrize(("field", "value", "named"), [
+    ("cache", {}, "cache/policy"), ("cache", None, "cache"),
+    ("cache", {"policy": "beacon", "params": [2]}, "cache/params"),
+    ("sampling", [], "sampling"), ("task", "recurrence", "task"), ("model", None, "model"), ("method", 3, "method"),
+    ("breadcrumbs", {"student": "same"}, "breadcrumbs/teacher"),
+])  # fmt: skip
+def test_a_runs_configuration_that_was_changed(tmp_path, capsys, field, value, named):
+    model = folder_of(tmp_path / "run")
+    file = tmp_path / "run" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), field: value}))
+    assert main(["eval", model]) == 2
+    error = capsys.readouterr().err
+    assert f"{file}: {named} cannot be read" in error and error.count("\n") == 1
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     ({"model": {"path": "tiny"}, "warm_start": None}, "--teacher: .*model.path tiny.*, in no folder; name a folder"),
     ({"model": {"path": "somewhere"}}, "--teacher: .*model.path somewhere, warm_start.*, in no folder; name a folder"),

@@ -14,6 +14,7 @@ from helpers import NEW, assert_same_bits, cache, make_prompts, model, sample, s
 from kvrl.attention.probe import prepare, probe
 from kvrl.cache.memory import slots_within
 from kvrl.errors import KvrlError
+from kvrl.models.tiny import build_tiny_model, build_tiny_tokenizer
 from kvrl.progress import SamplingTask, sampling_bar
 from kvrl.sampler.engine import Engine
 from kvrl.sampler.request import Progress
@@ -33,6 +34,16 @@ def test_progress_counts_requests_and_tokens():
         Progress(steps=4, active=2, waiting=0, done=4, total=4, tokens=8),
     ]
     assert sum(len(r.completion_ids) for r in rollouts) == 4 * 3
+
+
+def test_a_step_that_feeds_a_beacon_draws_nothing():
+    lm, tokenizer = build_tiny_model(build_tiny_tokenizer(["a", "b"]), 0), build_tiny_tokenizer(["a", "b"])
+    kvrl.add_beacon(lm, tokenizer, every=2)
+    seen: list[Progress] = []
+    (r,) = kvrl.rollout(lm, [[1, 5]], cache=kvrl.CacheConfig(policy="beacon"), sampling=sampling(6, eos_token_ids=[]),
+                        on_step=seen.append)  # fmt: skip
+    # fed: a b [beacon] c d [beacon] e; the last is not
+    assert [p.tokens for p in seen] == [1, 2, 2, 3, 4, 4, 5] and len(r.completion_ids) == 6
 
 
 def test_no_step_runs_with_an_empty_slot_while_requests_wait():

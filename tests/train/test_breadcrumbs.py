@@ -16,7 +16,7 @@ from kvrl.distill import Distillation
 from kvrl.errors import KvrlError
 from kvrl.eval.run_defaults import teacher_of
 from kvrl.learner import Scorer, completion_mask
-from kvrl.train.optimizer import POLICY, STUDENT, optimized
+from kvrl.train.optimizer import POLICY, STUDENT, current_rate, optimized
 from kvrl.train.run import build
 from kvrl.train.setup import load_model
 from kvrl.train.trainer import collect, train, train_step
@@ -178,6 +178,26 @@ def test_a_run_with_a_separate_student(tmp_path):
     assert teacher_of(str(tmp_path / "model")) == str(tmp_path / "teacher")
     train(breadcrumbs(tmp_path, overwrite_output_dir=True, train={"max_steps": 1}))
     assert not (tmp_path / "teacher").exists() and teacher_of(str(tmp_path / "model")) is None
+
+
+@pytest.mark.parametrize("rl", [True, False])
+def test_a_separate_student_learns_at_the_rate_at_which_the_batch_began(tmp_path, rl):
+    """Of one linear step the schedule is at 1 before and at 0 after the policy's update."""
+    own = {"student": "separate", "learning_rate": 5e-3, "rl": rl}
+    config = breadcrumbs(tmp_path, breadcrumbs=own, train={"max_steps": 1, "lr_scheduler": "linear"})
+    run, _ = build(config, lambda text: None)
+    batch, _ = collect(run)
+    before = copy.deepcopy(run.student.state_dict())
+    metrics = update(run, batch, 1)
+    moved = max((p - before[n]).abs().max() for n, p in run.student.state_dict().items())
+    assert 0.004 < moved < 0.006  # Adam's first step is the learning rate
+    assert metrics["learning_rate"] == 0 and current_rate(run.optimizer, STUDENT) == 0
+
+
+def test_the_logged_rate_is_that_of_the_model_that_learns(tmp_path):
+    own = {"student": "separate", "learning_rate": 5e-3, "rl": False}
+    run, _ = build(breadcrumbs(tmp_path, breadcrumbs=own, train={"learning_rate": 1e-4}), lambda text: None)
+    assert train_step(run, 1)["learning_rate"] == 5e-3
 
 
 def test_a_separate_student_goes_on_where_it_was(tmp_path):

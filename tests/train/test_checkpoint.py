@@ -216,6 +216,17 @@ def test_nothing_is_lost_before_a_run_can_start(run, monkeypatch):
         train(resumed(run, **changes, model=model))
 
 
+def test_a_run_that_goes_on_elsewhere_takes_its_start_along(tmp_path, monkeypatch):
+    noisy_rewards(monkeypatch)
+    changes = {"grpo": {"beta": 0.1}, "checkpoint": {"every": 1}}
+    train(make_config(tmp_path / "one", **changes))
+    whole, first = metrics_of(tmp_path / "one")[-1], tmp_path / "one" / "checkpoints" / "step-000001"
+    train(make_config(tmp_path / "two", **{**changes, "checkpoint": {"every": 1, "resume": str(first)}}))
+    assert metrics_of(tmp_path / "two")[-1]["kl/mean"] == whole["kl/mean"] > 0
+    again = str(tmp_path / "two" / "checkpoints" / "step-000002")  # and from there once more
+    build(make_config(tmp_path / "three", **{**changes, "checkpoint": {"resume": again}}), lambda text: None)
+
+
 @pytest.mark.parametrize("start", ["tiny", "adapters"])
 def test_adapters_whose_base_no_folder_holds_are_saved_merged(tmp_path, monkeypatch, start):
     """`model/` and each checkpoint's is the trained model; resuming goes on with the adapters, bit for bit."""

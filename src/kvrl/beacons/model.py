@@ -12,14 +12,17 @@ import torch
 from torch import nn
 
 from kvrl.attention.probe import text_config
-from kvrl.beacons.config import FIELD, BeaconSet, beacons_of, check_rates, whole_numbers
+from kvrl.beacons.config import FIELD, BeaconSet, beacons_of, check_rates, plain_integer, whole_numbers
 from kvrl.beacons.plan import Positions
 from kvrl.errors import KvrlError
 
 NAME = "<|beacon|>"
 """The new token's text, which no prompt should hold."""
+ADAPTER_CONFIG = "adapter_config.json"  # peft's
 FILE = f"{FIELD}.json"
 """Beside a folder of adapters: what the model's config says of its beacons."""
+RESERVED = re.compile(r"<.*(unused|reserved).*>|\[.*(unused|reserved).*\]")
+"""Tokens that no text holds though they are not marked special, as Gemma's <unused0>."""
 
 
 def add_beacon(
@@ -89,7 +92,7 @@ def reserved_token(model: Any, tokenizer: Any, token: str) -> int:
     index = token_id(tokenizer, token, "beacons.token")
     added = tokenizer.added_tokens_decoder.get(index)
     special = index in tokenizer.all_special_ids or (added is not None and added.special)
-    if not special and not re.search("unused|reserved", token):  # as Gemma has <unused0>, which is not marked special
+    if not special and not RESERVED.fullmatch(token):
         raise KvrlError(
             f"beacons.token: {token!r} is an ordinary token, which texts may hold; name a special or an unused one, or "
             "leave beacons.token out for a new one"
@@ -133,15 +136,24 @@ def save_beacon(folder: Path, model: Any) -> None:
 
 
 def restore_beacon(folder: Path, base: Any) -> None:
-    """Make room for the beacon of adapters in their base model, and say so in its config."""
+    """Make room for the beacon of adapters in their base model, and say so in its config.
+
+    KvrlError unless the adapters were trained with that beacon.
+    """
     file = folder / FILE
     if not file.is_file():
         return
     try:
         held = json.loads(file.read_text())
-        index = int(held["token_id"])
+        index = plain_integer(held["token_id"])
+        trained = json.loads((folder / ADAPTER_CONFIG).read_text())["trainable_token_indices"]
     except (ValueError, TypeError, KeyError):
         raise KvrlError(f"model.path: {file} is no description of a beacon; restore the folder") from None
+    if trained != [index]:
+        raise KvrlError(
+            f"model.path: {file} says that token {index} is the beacon, and the adapters beside it were trained with "
+            f"{trained}; restore the folder"
+        )
     make_room(base, index)
     setattr(text_config(base), FIELD, held)
     beacons_of(base)

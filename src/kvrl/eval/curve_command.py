@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from kvrl.attention.probe import prepare, probe
 from kvrl.beacons.config import BeaconSet, beacons_for, beacons_of, check_limit
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
@@ -29,6 +30,8 @@ from kvrl.train.data import PromptLimits
 BASELINES = ["tova", "streaming", "rkv", "snapkv"]
 BUFFER = 1
 """Entries that a baseline takes before it evicts: one at a time, as TOVA and StreamingLLM are published."""
+UNMATCHED = 2**20
+"""Entries of a baseline before its size is matched: room for whatever the flags let it keep."""
 FIRST = "beacons"
 """The curve of MODEL."""
 
@@ -94,7 +97,7 @@ def baseline(name: str, held: dict[str, Any]) -> CacheConfig:
     """A policy's section, whose budget will be matched. KvrlError unless it is a training-free policy."""
     if name in ("dense", "beacon"):
         raise KvrlError(f"--baselines: {name} is no training-free policy; choose among those of `kvrl policies`")
-    cache = CacheConfig(policy=name, **held)
+    cache = CacheConfig(policy=name, budget=UNMATCHED, **held)
     try:
         make_policy(cache)
     except KvrlError as error:
@@ -111,20 +114,28 @@ def measured(
     task = get_task(args.task, **args.task_params)
     model, tokenizer = load(args.model, args.dtype, "MODEL")
     windows = windows_of(cache, model, "MODEL", args.model)
+    check_limit(windows.every, sampling.max_completion_length)
     same = args.teacher == args.model
     teacher = model if same else load_other(args.teacher, args.dtype, "--teacher", tokenizer)
+    check_shape(model, teacher, "--teacher", args.teacher)
     beacons: dict[str, list[tuple[nn.Module, CacheConfig]]] = {FIRST: [(model, cache)]}
     drawn: set[tuple[str, int]] = set()
     for name, folder in others:
         other = load_other(folder, args.dtype, "--others", tokenizer)
+        check_shape(model, other, "--others", folder)
         own = CacheConfig(policy="beacon")
-        for c in windows_of(own, other, "--others", folder).every:
+        theirs = windows_of(own, other, "--others", folder).every
+        if theirs[-1] > sampling.max_completion_length:
+            raise KvrlError(
+                f"--others: {folder} has beacons of every {theirs[-1]} tokens, over --max_completion_length "
+                f"({sampling.max_completion_length}); raise it to at least {theirs[-1] + 2}, or leave that model out"
+            )
+        for c in theirs:
             if (name, c) in drawn:
                 raise KvrlError(f"--others: {name} has c={c} twice, again of {folder}; give that model another name")
             drawn.add((name, c))
         beacons.setdefault(name, []).append((other, own))
     rows, prompts = held_out(tokenizer, task, PromptLimits([]), n, args.seed)
-    check_limit(windows.every, sampling.max_completion_length)
     print(f"{UNCOMPRESSED}: {args.teacher}", file=sys.stderr)
     with torch.no_grad(), sampling_bar(Console(stderr=True)) as on_step:
         decoder = Decoder(task, tokenizer, rows, prompts, sampling, args.seed, args.slots or min(128, n), on_step)
@@ -136,6 +147,18 @@ def windows_of(cache: CacheConfig, model: nn.Module, field: str, folder: str) ->
     if beacons_of(model) is None:
         raise KvrlError(f"{field}: {folder} has no beacon, and a curve is of beacons; give a model that has one")
     return beacons_for(cache, model)
+
+
+def check_shape(model: nn.Module, other: nn.Module, field: str, folder: str) -> None:
+    """Raise KvrlError for a model whose traces are of another shape: a text of one is replayed by all."""
+    shapes = [(s.num_layers, s.kv_heads, s.windows) for s in (probe(prepare(model)), probe(prepare(other)))]
+    if shapes[0] != shapes[1]:
+        ours, theirs = (f"{layers} layers of {heads} KV heads" for layers, heads, _ in shapes)
+        windows = "" if ours != theirs else ", with other sliding windows"
+        raise KvrlError(
+            f"{field}: {folder} has {theirs}{windows}, and MODEL {ours}; a curve is of models of one shape, as they "
+            "replay one text"
+        )
 
 
 def named(text: str, taken: list[str]) -> tuple[str, str]:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from kvrl.cache.config import CacheConfig
 from kvrl.errors import KvrlError
@@ -19,8 +19,43 @@ POLICY = "rkv"
 """Policy of a model that comes from no run."""
 
 
+class _Model(BaseModel):
+    path: str
+
+
+class _Task(BaseModel):
+    name: str
+    params: dict[str, Any]
+
+
+class _Cache(BaseModel):
+    policy: str
+    params: dict[str, Any]
+
+
+class _Breadcrumbs(BaseModel):
+    student: str
+    teacher: str
+    rl: bool
+
+
+class _Run(BaseModel):
+    """What is read of a run's configuration. The rest may be that of another version."""
+
+    method: str
+    model: _Model
+    task: _Task
+    cache: _Cache
+    sampling: dict[str, Any]
+    breadcrumbs: _Breadcrumbs
+    warm_start: dict[str, Any] | None
+
+
 def run_of(model: str) -> dict[str, Any] | None:
-    """The configuration beside a model's folder, if it is one of a kvrl run or checkpoint."""
+    """The configuration beside a model's folder, if it is one of a kvrl run or checkpoint.
+
+    KvrlError for one that was changed so that it cannot be read.
+    """
     file = Path(model).expanduser().resolve().parent / "config.json"
     if not Path(model).expanduser().is_dir() or not file.is_file():
         return None
@@ -28,7 +63,14 @@ def run_of(model: str) -> dict[str, Any] | None:
         found = json.loads(file.read_text())
     except ValueError:
         return None  # some other program's file
-    return found if isinstance(found, dict) and {"method", "cache", "sampling", "task"} <= found.keys() else None
+    if not (isinstance(found, dict) and {"method", "cache", "sampling", "task"} <= found.keys()):
+        return None
+    try:
+        _Run.model_validate(found)
+    except ValidationError as error:
+        where, reason = "/".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
+        raise KvrlError(f"{file}: {where} cannot be read ({reason}); restore what the run wrote there") from None
+    return found
 
 
 def is_apart(model: str) -> bool:
@@ -54,28 +96,41 @@ def without_task(model: str, flags: str) -> KvrlError:
     folder = Path(model).expanduser()
     if (folder / MODEL).is_dir():
         return KvrlError(f"MODEL: {model} is the folder of a run; give its model, {folder / MODEL}")
-    if not folder.is_dir() and len(folder.parts) > 2:  # a name of the hub has two parts
+    if is_gone(model):
         return KvrlError(f"MODEL: {model} is no folder; give the folder of a model")
     return KvrlError(f"--task: is missing, and {model} is not the model of a run; set {flags}")
 
 
-def uncompressed_of(model: str) -> str:
+def uncompressed_of(model: str, after: tuple[Path, ...] = ()) -> str:
     """The uncompressed policy whose skill the beacons of `model` are to keep.
 
     A separate student's teacher, also of a student whose beacon policy alone went on learning; the start where it
-    taught and no reward did; the model itself otherwise. KvrlError for a start that is in no folder.
+    taught and no reward did; the model itself otherwise. after: the models that started from this one. KvrlError for
+    a start that is in no folder, or not in the one that the run says.
     """
     run = run_of(model)
     if run is None or run["cache"]["policy"] != "beacon" or run["method"] == "dense":
         return model
     if run["method"] != "breadcrumbs":  # rollouts have beacons: what they started from was taught by its own teacher
         start = run["model"]["path"]
-        found = uncompressed_of(start)
+        follow = (*after, Path(model).expanduser().resolve())
+        if is_gone(start) or Path(start).expanduser().resolve() in follow:
+            raise KvrlError(
+                f"--teacher: the run of {model} started from {start}, which is not there (any more, or seen from this "
+                "folder); name the uncompressed policy"
+            )
+        found = uncompressed_of(start, follow)
         return model if found == start else found
     if taught_by_start(run):
         check_start(run, "--teacher", f"name a folder of it, or {model} for its own weights without beacons")
         return run["model"]["path"]
     return teacher_of(model) or model
+
+
+def is_gone(path: str) -> bool:
+    """Whether a model's path is that of a folder which is not there. A name of the hub has two parts."""
+    parts = Path(path).expanduser().parts
+    return not Path(path).expanduser().is_dir() and (len(parts) > 2 or parts[-1] in (MODEL, TEACHER))
 
 
 def taught_by_start(run: dict[str, Any]) -> bool:

@@ -109,6 +109,11 @@ class Engine:
         self.banned = None if own is None else own.token_id
         self.vocab = text_config(model).vocab_size
         self.eos = frozenset(sampling.eos_token_ids if sampling.eos_token_ids is not None else eos_ids(model))
+        if self.banned in self.eos:
+            raise KvrlError(
+                f"model: token {self.banned} is its beacon, which is never drawn, and ends completions too; restore "
+                "the model's config, or set sampling.eos_token_ids"
+            )
 
     @property
     def kv_bytes(self) -> int:
@@ -200,8 +205,7 @@ class Engine:
                     if row not in active:
                         free.insert(0, row)
                 if active:
-                    self._step(active, decode, on_turn)
-                    steps, tokens = steps + 1, tokens + len(active)
+                    steps, tokens = steps + 1, tokens + self._step(active, decode, on_turn)
                     busy = len(active)
                     self._retire(active, done)
                     if on_step is not None:
@@ -223,8 +227,8 @@ class Engine:
 
     # One step of every slot -------------------------------------------------------------------------------
 
-    def _step(self, active: dict[int, Request], decode: Callable[[Tensor], Tensor], on_turn: Continue | None) -> None:
-        """Forward the newest token of every slot, let full slots be compacted, draw the next tokens.
+    def _step(self, active: dict[int, Request], decode: Callable[[Tensor], Tensor], on_turn: Continue | None) -> int:
+        """Forward the newest token of every slot, let full slots be compacted, draw the next tokens; how many.
 
         A slot whose window has closed forwards its beacon instead, and draws nothing.
         """
@@ -245,6 +249,7 @@ class Engine:
         drawing = {row: active[row] for row in sorted(active) if row not in due}
         if drawing:
             self._accept(drawing, self._draw(drawing, logits, list(drawing)), on_turn)
+        return len(drawing)
 
     def _held(self, request: Request) -> int:
         """Entries that a request's slot holds, which is the place of the next one."""

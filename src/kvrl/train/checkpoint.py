@@ -42,7 +42,7 @@ def save_checkpoint(
     save_models(partial, models, tokenizer)
     for model in models.values():
         if has_lost_base(model):  # `model` has them merged, which rounds
-            model.save_pretrained(partial / ADAPTERS)  # type: ignore[operator]
+            write(partial / ADAPTERS, model)
     torch.save({"optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
                 "torch_rng": torch.get_rng_state(), "critic": None if critic is None else critic.state_dict(),
                 "distiller": None if distiller is None else distiller.state_dict()}, partial / TRAINING)  # fmt: skip
@@ -69,9 +69,15 @@ def save_model(folder: Path, model: nn.Module, tokenizer: Any) -> None:
     """
     if has_lost_base(model):
         model = merged(copy.deepcopy(model))
-    model.save_pretrained(folder)  # type: ignore[operator]
+    write(folder, model)
     save_beacon(folder, model)
     tokenizer.save_pretrained(folder)
+
+
+def write(folder: Path, model: Any) -> None:
+    """A model, or its adapters without the embedding that they were trained beside, which peft adds where it grew."""
+    adapters = {"save_embedding_layers": False} if hasattr(model, "peft_config") else {}
+    model.save_pretrained(folder, **adapters)
 
 
 def has_lost_base(model: Any) -> bool:

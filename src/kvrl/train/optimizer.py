@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -109,3 +111,20 @@ def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainSettings, to
 def optimized(optimizer: torch.optim.Optimizer, role: str = POLICY) -> list[Tensor]:
     """The tensors of policy, critic or student that the optimiser updates (the masters under bf16)."""
     return [p for group in optimizer.param_groups if group.get("role", POLICY) == role for p in group["params"]]
+
+
+def current_rate(optimizer: torch.optim.Optimizer, role: str = POLICY) -> float:
+    """What the schedule has come to for policy, critic or student."""
+    return next(float(group["lr"]) for group in optimizer.param_groups if group.get("role", POLICY) == role)
+
+
+@contextlib.contextmanager
+def held_rate(optimizer: torch.optim.Optimizer, role: str, rate: float) -> Iterator[None]:
+    """Let policy, critic or student take steps at another rate than the schedule has come to."""
+    groups = [group for group in optimizer.param_groups if group.get("role", POLICY) == role]
+    scheduled = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] = rate
+    yield
+    for group, own in zip(groups, scheduled, strict=True):
+        group["lr"] = own

@@ -136,7 +136,8 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     distillation = config.distillation
     taught_by_start = distillation is not None and distillation.teacher_weights == "start"
     if config.settings.beta > 0 or taught_by_start:
-        reference = starting_model(config, model, output_dir / REFERENCE, resumed is not None)
+        kept = None if resumed is None else resumed.parent.parent / REFERENCE
+        reference = starting_model(config, model, kept)
     if distillation is not None:
         distiller = Distiller(distillation, model, reference, apart=apart)
     if config.algorithm == "ppo":
@@ -235,12 +236,12 @@ def make_start(config: Config, folder: Path, say: Say) -> None:
     save_model(folder, model, tokenizer)
 
 
-def starting_model(config: Config, model: Any, folder: Path, resumed: bool) -> Reference:
+def starting_model(config: Config, model: Any, folder: Path | None) -> Reference:
     """The model that KL and distillation refer to: as it is now, or as the resumed run kept it in `folder`."""
     lora = config.lora is not None
     if lora and config.warm_start is None:
         return Reference(model, lora=True)
-    if not resumed:
+    if folder is None:
         started = {name: tensor.clone() for name, tensor in adapters_of(model).items()} if lora else None
         return Reference(model, lora=lora, adapters=started)
     if not folder.is_dir():

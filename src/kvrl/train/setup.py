@@ -70,6 +70,11 @@ def give_beacon(model: nn.Module, tokenizer: Any, config: Config) -> None:
                 f"beacons.token: {token!r} is not the beacon that the model has, "
                 f"{tokenizer.convert_ids_to_tokens(own.token_id)!r}; leave beacons.token out"
             )
+        if config.beacons.start != "mean":
+            raise KvrlError(
+                f"beacons.start: {config.beacons.start!r} has no meaning for a model that has a beacon already; leave "
+                "it out"
+            )
         return
     params = params_of(config.cache)
     assert params.rates is not None  # the configuration names them

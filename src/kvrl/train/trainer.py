@@ -182,7 +182,7 @@ def train(config: Config) -> dict[str, Any]:
     console = widened(Console(highlight=False))
     run, done = build(config, console.print)
     prepare_output_dir(config)
-    if run.reference is not None and config.checkpoint.resume is None:
+    if run.reference is not None and not (output_dir / REFERENCE).exists():  # nor where a run goes on elsewhere
         run.reference.save(output_dir / REFERENCE)
     evaluations: dict[int, list[Evaluation]] = {}
     with RunLog(output_dir, config.train.max_steps, console) as log:

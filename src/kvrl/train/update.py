@@ -21,7 +21,7 @@ from kvrl.train.batch import Batch, Cut, minibatches
 from kvrl.train.diagnostics import check_parity, difference, spread
 from kvrl.train.distiller import Distiller
 from kvrl.train.micro_batch import fed_lengths, micro_batches
-from kvrl.train.optimizer import CRITIC, POLICY, STUDENT, optimized
+from kvrl.train.optimizer import CRITIC, POLICY, STUDENT, current_rate, held_rate, optimized
 from kvrl.train.run import Run
 from kvrl.views import View
 
@@ -75,6 +75,7 @@ def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[st
     """
     config, settings = run.config, run.config.settings
     course, tally = make_course(run, batch, step), Tally()
+    rate = current_rate(run.optimizer, POLICY if run.pupil is None else STUDENT)  # before the schedule goes on
     correction = course.fixed.views.correction
     metrics = dict(course.fixed.metrics) | ({} if correction is None else correction.metrics)
     for iteration in range(settings.num_iterations if course.rl or run.pupil is None else 0):
@@ -90,11 +91,15 @@ def update(run: Run, batch: Batch, step: int, *, check: bool = False) -> dict[st
                 check_parity(metrics, config.parity_tolerances)
             tally.norms.append(optimizer_step(run, course, step))
     if run.pupil is not None:
-        teach(run, course, step, tally)
+        with held_rate(run.optimizer, STUDENT, rate):
+            teach(run, course, step, tally)
+        if not course.rl:
+            run.scheduler.step()
     metrics |= tally.metrics()
     if course.two_graphs:
         metrics["breadcrumbs/seconds"] = tally.taught_seconds
-    return metrics | {"learning_rate": run.scheduler.get_last_lr()[0], "updates_skipped": float(run.skipped)}
+    learner = POLICY if course.rl or run.pupil is None else STUDENT
+    return metrics | {"learning_rate": current_rate(run.optimizer, learner), "updates_skipped": float(run.skipped)}
 
 
 def make_course(run: Run, batch: Batch, step: int) -> Course:
@@ -191,8 +196,6 @@ def teach(run: Run, course: Course, step: int, tally: Tally) -> None:
         tally.weights.append(weight)
         if not course.rl:
             tally.norms.append(norm)
-    if not course.rl:
-        run.scheduler.step()
     tally.taught_seconds += now(run.accelerator.device) - start
 
 
