@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 
 def quiet_models() -> None:
     """No bars while weights are read or written, and no lines about a hub that does not answer."""
@@ -11,6 +13,8 @@ def quiet_models() -> None:
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
     hub_logging.set_verbosity_error()
+    # peft asks transformers by a name that is to go: nothing that a user could change
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"(transformers|peft)\.")
 
 
 def quiet_datasets() -> None:
