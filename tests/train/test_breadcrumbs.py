@@ -19,7 +19,7 @@ from kvrl.learner import Scorer, completion_mask
 from kvrl.train.optimizer import POLICY, STUDENT, current_rate, optimized
 from kvrl.train.run import build
 from kvrl.train.setup import load_model
-from kvrl.train.trainer import collect, train, train_step
+from kvrl.train.trainer import collect, replayed, train, train_step
 from kvrl.train.update import update
 from runs import make_beacon_config as make
 from runs import metrics_of
@@ -225,6 +225,29 @@ def test_a_run(tmp_path):
         assert 0 < m["breadcrumbs/seconds"] < m["seconds"]
         assert m["breadcrumbs/overhead"] == pytest.approx(m["breadcrumbs/seconds"] / rest, rel=0.05)
     assert [m["budget"] for m in metrics_of(tmp_path) if "budget" in m] == ["c=2", "c=3", "full"] * 2
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2}])
+def test_where_the_start_alone_teaches_it_writes_the_texts(tmp_path, lora):
+    """Whatever the learning weights have become; a live teacher writes what it is."""
+    from kvrl.models.tiny import make_tiny
+    from kvrl.tasks import get_task
+
+    start = {"path": str(make_tiny(tmp_path / "start", get_task("recurrence").vocab, 0))}
+    written = {}
+    for teacher in ("start", "live"):
+        own = {"breadcrumbs": {"rl": False, "teacher": teacher}, "lora": lora, "model": start, "warm_start": None}
+        run, _ = build(breadcrumbs(tmp_path / teacher, **own), lambda text: None)
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)), alpha=0.3)
+        batch, _ = collect(run)
+        written[teacher] = [r.completion_ids for r in batch.rollouts]
+        assert replayed(run, batch)["parity/max"] < 1e-4
+    untouched, _ = build(breadcrumbs(tmp_path / "untouched", **own), lambda text: None)
+    first = [r.completion_ids for r in collect(untouched)[0].rollouts]
+    assert written["start"] == first != written["live"]
 
 
 def test_distillation_alone_teaches(tmp_path):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ Say = Callable[[str], object]
 
 @dataclass
 class Run:
-    """Everything that a step needs. `model` samples and learns; `scorer` is its wrapped form."""
+    """Everything that a step needs. `model` learns, and samples unless `writer` says otherwise; `scorer` wraps it."""
 
     config: Config
     accelerator: Accelerator
@@ -83,6 +84,28 @@ class Run:
     def models(self) -> dict[str, nn.Module]:
         """What is saved, by the folder's name: what was trained for, and a separate student's teacher."""
         return {MODEL: self.model} if self.student is None else {MODEL: self.student, TEACHER: self.model}
+
+    @contextlib.contextmanager
+    def writer(self) -> Iterator[nn.Module]:
+        """The model that rollouts are sampled from: the policy, or the start where it teaches and no reward does.
+
+        Weights that learn to read beacons from the start lose what they wrote without them.
+        """
+        breadcrumbs = self.config.method == "breadcrumbs" and self.pupil is None
+        if breadcrumbs and not self.config.breadcrumbs.rl and self.config.breadcrumbs.teacher == "start":
+            assert self.reference is not None
+            with self.reference.active() as model:
+                yield model
+        else:
+            yield self.model
+
+    def scorer_of(self, model: nn.Module) -> Scorer:
+        """The learner's log-probs alone, of a model that does not learn, or does not now."""
+        own: Scorer = self.accelerator.unwrap_model(self.scorer)
+        if model is self.model and own.critic is None:
+            return own
+        replay = self.config.replay
+        return Scorer(model, backend=replay.backend, chunk=replay.logprob_chunk, native_kernels=replay.native_kernels)
 
     def decoded(self) -> list[tuple[nn.Module, list[int | str]]]:
         """Models with the budgets under which they are evaluated."""

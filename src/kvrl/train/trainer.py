@@ -52,7 +52,8 @@ def guard(run: Run, batch: Batch, step: int) -> dict[str, float]:
     metrics = {} if parity_is_free(run) else replayed(run, batch)
     every = run.config.parity.dense_every
     if every and (step - 1) % every == 0:
-        metrics["dense_mismatch"] = dense_mismatch(run.accelerator.unwrap_model(run.scorer), checked(run, batch))
+        with run.writer() as model:
+            metrics["dense_mismatch"] = dense_mismatch(run.scorer_of(model), checked(run, batch))
         metrics["repetition"] = repetition_rate(batch.rollouts)
     return metrics
 
@@ -66,7 +67,8 @@ def parity_is_free(run: Run) -> bool:
 
 def replayed(run: Run, batch: Batch) -> dict[str, float]:
     """Parity by a forward of its own."""
-    metrics = parity(run.accelerator.unwrap_model(run.scorer), checked(run, batch))
+    with run.writer() as model:
+        metrics = parity(run.scorer_of(model), checked(run, batch))
     check_parity(metrics, run.config.parity_tolerances)
     return metrics
 
@@ -121,21 +123,22 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Scores]:
     """Rollouts of the next `count` prompts, and their rewards."""
     config = run.config
     rows = run.prompts.take(count)
-    rollouts = rollout(
-        run.model,
-        [row.ids for row in rows],
-        cache=config.rollout_cache,
-        sampling=config.sampling,
-        seed=config.seed,
-        slots=config.slots,
-        kv_memory=config.rollout.kv_memory,
-        tokenizer=run.tokenizer,
-        request_ids=[row.number for row in rows],
-        on_step=run.on_step,
-        max_prompt_length=config.rollout.max_prompt_length,
-        native_kernels=config.rollout.native_kernels,
-        cuda_graphs=config.rollout.cuda_graphs,
-    )
+    with run.writer() as model:
+        rollouts = rollout(
+            model,
+            [row.ids for row in rows],
+            cache=config.rollout_cache,
+            sampling=config.sampling,
+            seed=config.seed,
+            slots=config.slots,
+            kv_memory=config.rollout.kv_memory,
+            tokenizer=run.tokenizer,
+            request_ids=[row.number for row in rows],
+            on_step=run.on_step,
+            max_prompt_length=config.rollout.max_prompt_length,
+            native_kernels=config.rollout.native_kernels,
+            cuda_graphs=config.rollout.cuda_graphs,
+        )
     texts = [completion_text(run.tokenizer, r) for r in rollouts]
     columns = columns_of([row.row for row in rows for _ in range(config.settings.num_generations)])
     return rollouts, run.rewards(texts, columns)

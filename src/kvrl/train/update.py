@@ -249,11 +249,7 @@ def fixed_views(run: Run, batch: Batch) -> Views:
     if settings.beta > 0:
         assert run.reference is not None
         with run.reference.active() as model:
-            frozen = Scorer(
-                model, backend=config.replay.backend, chunk=config.replay.logprob_chunk,
-                native_kernels=config.replay.native_kernels,
-            )  # fmt: skip
-            reference, _ = score_all(run, frozen, rollouts)
+            reference, _ = score_all(run, run.scorer_of(model), rollouts)
     return Views(sampler, old, reference, values, correction)
 
 
