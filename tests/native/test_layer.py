@@ -7,6 +7,7 @@ import dataclasses
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import kvrl
@@ -162,6 +163,54 @@ def test_a_changed_model_keeps_its_modules(change):
     changed = copy.deepcopy(lm)
     change(changed)
     assert native_trunk(changed, spec) is None
+
+
+def with_adapters(family: str = "llama", dtype: torch.dtype = torch.float32, **fields):
+    """LoRA on every linear layer and on a row of the embedding, with weights that are not their start."""
+    lm = build(family, dtype)
+    wrapped = get_peft_model(lm, LoraConfig(target_modules="all-linear", trainable_token_indices=[5], **fields))
+    with torch.no_grad():
+        for p in wrapped.parameters():
+            if p.requires_grad:
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())), alpha=0.1)
+    return wrapped.eval()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_in_float32_are_part_of_the_weights(family):
+    lm = with_adapters(family)
+    spec, (ids, positions) = probe(prepare(lm)), step(rows=31)
+    ids[0] = 5
+    trunk = native_trunk(lm, spec)
+    assert trunk is not None
+    expected = by_modules(lm, ids, positions)
+    torch.testing.assert_close(by_kernels(trunk, ids, positions), expected, rtol=1e-5, atol=1e-5)
+    with lm.disable_adapter():
+        without = native_trunk(lm, spec)
+        assert without is not None
+        plain = by_modules(lm, ids, positions)
+        torch.testing.assert_close(by_kernels(without, ids, positions), plain, rtol=1e-5, atol=1e-5)
+    assert (plain - expected).abs().max() > 0.1
+
+
+def test_the_engine_samples_with_adapters_as_the_learner_scores_them():
+    lm = with_adapters("qwen3")
+    engine = Engine(lm, cache(), sampling(40), num_slots=2, max_prompt_length=9)
+    rollouts = engine.run(make_prompts([5, 9]))
+    assert isinstance(engine.trunk, NativeTrunk) and rollouts[0].trace.num_events > 0
+    assert (replay(lm, rollouts) - kvrl.sampler_logprobs(rollouts)).abs().max() < 2e-5
+
+
+def test_other_adapters_keep_their_modules():
+    for fields in ({"use_dora": True}, {"lora_bias": True}):
+        lm = with_adapters(**fields)
+        assert native_trunk(lm, probe(prepare(lm))) is None
+    lm = with_adapters()
+    lm.merge_adapter()
+    assert native_trunk(lm, probe(prepare(lm))) is None
+    if multiplies(torch.bfloat16):  # which rounds the sum
+        lm = with_adapters(dtype=torch.bfloat16)
+        assert native_trunk(lm, probe(prepare(lm))) is None
 
 
 def test_other_models_keep_their_modules():

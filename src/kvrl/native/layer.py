@@ -36,19 +36,29 @@ _After = _struct(
 )  # fmt: skip
 
 
+def weight_of(linear: Any) -> Tensor:
+    """The weight of a linear layer, with the adapters that are at work on it: what `_is_linear` lets through."""
+    if type(linear) is nn.Linear:
+        return linear.weight
+    weight = linear.get_base_layer().weight
+    if linear.disable_adapters:
+        return weight
+    return weight + sum(linear.get_delta_weight(name) for name in linear.active_adapters if name in linear.lora_A)
+
+
 class PackedLayer:
     """A decoder layer's weights in the order in which the kernel reads them: copies, made anew when weights change."""
 
     def __init__(self, layer: Any) -> None:
         attn, mlp = layer.self_attn, layer.mlp
         projections = [attn.q_proj, attn.k_proj, attn.v_proj]
-        self.qkv = pack(torch.cat([p.weight for p in projections]))
+        self.qkv = pack(torch.cat(list(map(weight_of, projections))))
         self.bias = None if attn.q_proj.bias is None else torch.cat([p.bias for p in projections]).detach()
-        self.out = pack(attn.o_proj.weight)
+        self.out = pack(weight_of(attn.o_proj))
         feed = mlp.gate_proj.weight.shape[0]
         turns = torch.arange(2 * feed).view(2, -1, lanes()).transpose(0, 1).flatten()  # some of the gate, some of up
-        self.gate_up = pack(torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]), turns)
-        self.down = pack(mlp.down_proj.weight)
+        self.gate_up = pack(torch.cat([weight_of(mlp.gate_proj), weight_of(mlp.up_proj)]), turns)
+        self.down = pack(weight_of(mlp.down_proj))
         self.first, self.second = layer.input_layernorm, layer.post_attention_layernorm
         self.q_norm, self.k_norm = getattr(attn, "q_norm", None), getattr(attn, "k_norm", None)
 
@@ -61,7 +71,7 @@ class NativeTrunk:
         assert library is not None
         self.library, self.spec = library, spec
         self.trunk = cast(Any, decoder(model))
-        self.dtype = next(model.parameters()).dtype
+        self.dtype, self.vocab = next(model.parameters()).dtype, text_config(model).vocab_size
         self.bfloat16 = int(self.dtype == torch.bfloat16)
         self.feed = self.trunk.layers[0].mlp.gate_proj.weight.shape[0]
         self.layers = [PackedLayer(layer) for layer in self.trunk.layers]
@@ -114,8 +124,8 @@ class NativeTrunk:
 def native_trunk(model: nn.Module, spec: ModelSpec) -> NativeTrunk | None:
     """The compiled decode step of a model whose layers are exactly what the kernels compute; None for others.
 
-    Known families alone, made of plain modules (no adapters, hooks or quantised weights); each layer is compared
-    with its module on random tokens.
+    Known families alone, made of plain modules (no hooks or quantised weights; LoRA's adapters in float32, where
+    adding them to the weights is mere rounding); each layer is compared with its module on random tokens.
     """
     if not _fits(model, spec):
         return None
@@ -131,7 +141,7 @@ def _fits(model: nn.Module, spec: ModelSpec) -> bool:
     dtype = parameter.dtype
     if config.model_type not in FAMILIES or parameter.device.type != "cpu" or dtype not in _TOLERANCE:
         return False
-    if torch.is_autocast_enabled("cpu") or type(trunk.embed_tokens) is not nn.Embedding or spec.head_dim % WIDTH:
+    if torch.is_autocast_enabled("cpu") or spec.head_dim % WIDTH:
         return False
     if any(m._forward_hooks or m._forward_pre_hooks for m in trunk.modules()) or not _is_norm(trunk.norm):
         return False
@@ -149,7 +159,7 @@ _PARTS = {  # of a layer: attention may also have q_norm and k_norm
 
 def _is_plain(layer: nn.Module) -> bool:
     """Whether a layer is made of the parts that the kernels stand for, and of nothing around them."""
-    children = {path: dict(layer.get_submodule(path).named_children()) for path in _PARTS}
+    children: dict[str, dict[str, Any]] = {path: dict(layer.get_submodule(path).named_children()) for path in _PARTS}
     norms = [m for part in children.values() for name, m in part.items() if name.endswith("norm")]
     linear = [m for part in children.values() for name, m in part.items() if name.endswith("_proj")]
     without_bias = [m for name in ("self_attn", "mlp") for key, m in children[name].items()
@@ -157,10 +167,24 @@ def _is_plain(layer: nn.Module) -> bool:
     return (
         all(set(part) - {"q_norm", "k_norm"} == _PARTS[path] for path, part in children.items())
         and all(map(_is_norm, norms))
-        and all(type(m) is nn.Linear and not any(n % WIDTH for n in m.weight.shape) for m in linear)
+        and all(_is_linear(m) and not any(n % WIDTH for n in m.weight.shape) for m in linear)
         and all(m.bias is None for m in without_bias)
         and not list(children["mlp"]["act_fn"].parameters())
     )
+
+
+def _is_linear(module: Any) -> bool:
+    """Whether a module is a linear layer, or one with ordinary LoRA adapters in float32, for `weight_of`."""
+    if type(module) is nn.Linear:
+        return True
+    if not hasattr(module, "lora_A"):
+        return False
+    from peft.tuners.lora.layer import Linear  # which made the module, so it is imported already
+
+    if type(module) is not Linear or type(module.get_base_layer()) is not nn.Linear or module.merged:
+        return False
+    exact = module.disable_adapters or module.weight.dtype == torch.float32
+    return exact and not any(module.lora_bias.values()) and not module.lora_variant
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -179,7 +203,7 @@ class _Mixture:
 def agrees(trunk: NativeTrunk) -> bool:
     """Whether every layer adds to random tokens' states what its module adds, within rounding."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(trunk.trunk.embed_tokens.num_embeddings, (8, 1), generator=generator)
+    ids = torch.randint(trunk.vocab, (8, 1), generator=generator)
     positions = torch.arange(8)[:, None] * 5
     seen: list[tuple[Tensor, Tensor]] = []
     handles = [
