@@ -36,7 +36,8 @@ def test_full_cache_rollouts_are_dashed_and_said_to_be_so(tmp_path, figures):
     ]
     outcome_plot.plot(tmp_path / "p.png", lines)
     left, right = figures()[0].axes
-    assert texts(left) == ["dense (full-cache rollouts)", "naive"]
+    below = [text.get_text() for text in figures()[0].legends[0].get_texts()]  # over no curve
+    assert below == ["dense (full-cache rollouts)", "naive"] and left.get_legend() is None
     assert texts(right) == ["compressed decoding", "full-cache decoding"]
     assert {line.get_color(): line.get_linestyle() for line in left.lines} == {"C0": "--", "C1": "-"}
     means = [(line.get_xdata()[0], line.get_ydata()[0]) for line in right.lines if line.get_markersize() == 10]

@@ -96,7 +96,7 @@ def without_task(model: str, flags: str) -> KvrlError:
     folder = Path(model).expanduser()
     if (folder / MODEL).is_dir():
         return KvrlError(f"MODEL: {model} is the folder of a run; give its model, {folder / MODEL}")
-    if is_gone(model):
+    if not folder.is_dir() and len(folder.parts) > 2:  # a name of the hub has two parts
         return KvrlError(f"MODEL: {model} is no folder; give the folder of a model")
     return KvrlError(f"--task: is missing, and {model} is not the model of a run; set {flags}")
 
@@ -114,7 +114,8 @@ def uncompressed_of(model: str, after: tuple[Path, ...] = ()) -> str:
     if run["method"] != "breadcrumbs":  # rollouts have beacons: what they started from was taught by its own teacher
         start = run["model"]["path"]
         follow = (*after, Path(model).expanduser().resolve())
-        if is_gone(start) or Path(start).expanduser().resolve() in follow:
+        folder = Path(start).expanduser()
+        if folder.resolve() in follow or (folder.name == MODEL and not folder.is_dir()):  # a run's, maybe a student's
             raise KvrlError(
                 f"--teacher: the run of {model} started from {start}, which is not there (any more, or seen from this "
                 "folder); name the uncompressed policy"
@@ -125,12 +126,6 @@ def uncompressed_of(model: str, after: tuple[Path, ...] = ()) -> str:
         check_start(run, "--teacher", f"name a folder of it, or {model} for its own weights without beacons")
         return run["model"]["path"]
     return teacher_of(model) or model
-
-
-def is_gone(path: str) -> bool:
-    """Whether a model's path is that of a folder which is not there. A name of the hub has two parts."""
-    parts = Path(path).expanduser().parts
-    return not Path(path).expanduser().is_dir() and (len(parts) > 2 or parts[-1] in (MODEL, TEACHER))
 
 
 def taught_by_start(run: dict[str, Any]) -> bool:

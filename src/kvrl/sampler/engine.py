@@ -109,7 +109,7 @@ class Engine:
         self.banned = None if own is None else own.token_id
         self.vocab = text_config(model).vocab_size
         self.eos = frozenset(sampling.eos_token_ids if sampling.eos_token_ids is not None else eos_ids(model))
-        if self.banned in self.eos:
+        if sampling.eos_token_ids is None and self.banned in self.eos:
             raise KvrlError(
                 f"model: token {self.banned} is its beacon, which is never drawn, and ends completions too; restore "
                 "the model's config, or set sampling.eos_token_ids"
