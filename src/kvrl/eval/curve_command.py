@@ -115,9 +115,10 @@ def measured(
     model, tokenizer = load(args.model, args.dtype, "MODEL")
     windows = windows_of(cache, model, "MODEL", args.model)
     check_limit(windows.every, sampling.max_completion_length)
-    same = args.teacher == args.model
-    teacher = model if same else load_other(args.teacher, args.dtype, "--teacher", tokenizer)
-    check_shape(model, teacher, "--teacher", args.teacher)
+    teacher = model
+    if args.teacher != args.model:
+        teacher = load_other(args.teacher, args.dtype, "--teacher", tokenizer)
+        check_shape(model, teacher, "--teacher", args.teacher)
     beacons: dict[str, list[tuple[nn.Module, CacheConfig]]] = {FIRST: [(model, cache)]}
     drawn: set[tuple[str, int]] = set()
     for name, folder in others:

@@ -110,18 +110,23 @@ def make_scheduler(optimizer: torch.optim.Optimizer, settings: TrainSettings, to
 
 def optimized(optimizer: torch.optim.Optimizer, role: str = POLICY) -> list[Tensor]:
     """The tensors of policy, critic or student that the optimiser updates (the masters under bf16)."""
-    return [p for group in optimizer.param_groups if group.get("role", POLICY) == role for p in group["params"]]
+    return [p for group in groups_of(optimizer, role) for p in group["params"]]
+
+
+def groups_of(optimizer: torch.optim.Optimizer, role: str) -> list[dict[str, Any]]:
+    """The parameter groups of policy, critic or student."""
+    return [group for group in optimizer.param_groups if group.get("role", POLICY) == role]
 
 
 def current_rate(optimizer: torch.optim.Optimizer, role: str = POLICY) -> float:
     """What the schedule has come to for policy, critic or student."""
-    return next(float(group["lr"]) for group in optimizer.param_groups if group.get("role", POLICY) == role)
+    return float(groups_of(optimizer, role)[0]["lr"])
 
 
 @contextlib.contextmanager
 def held_rate(optimizer: torch.optim.Optimizer, role: str, rate: float) -> Iterator[None]:
     """Let policy, critic or student take steps at another rate than the schedule has come to."""
-    groups = [group for group in optimizer.param_groups if group.get("role", POLICY) == role]
+    groups = groups_of(optimizer, role)
     scheduled = [group["lr"] for group in groups]
     for group in groups:
         group["lr"] = rate

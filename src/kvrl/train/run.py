@@ -7,7 +7,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +100,14 @@ class Run:
             yield self.model
 
     def scorer_of(self, model: nn.Module) -> Scorer:
-        """The learner's log-probs alone, of a model that does not learn, or does not now."""
-        own: Scorer = self.accelerator.unwrap_model(self.scorer)
-        if model is self.model and own.critic is None:
-            return own
-        replay = self.config.replay
-        return Scorer(model, backend=replay.backend, chunk=replay.logprob_chunk, native_kernels=replay.native_kernels)
+        """The log-probs of a model that `writer` gives."""
+        return self.accelerator.unwrap_model(self.scorer) if model is self.model else self.reference_scorer
+
+    @cached_property
+    def reference_scorer(self) -> Scorer:
+        """The reference's log-probs; made once, as a scorer checks its model's head by forwards."""
+        assert self.reference is not None
+        return Scorer(self.reference.model, **scoring_of(self.config))
 
     def decoded(self) -> list[tuple[nn.Module, list[int | str]]]:
         """Models with the budgets under which they are evaluated."""
@@ -165,10 +167,7 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
         distiller = Distiller(distillation, model, reference, apart=apart)
     if config.algorithm == "ppo":
         critic = Critic(model, own_model=config.ppo.critic == "model")
-    scoring: dict[str, Any] = {
-        "backend": config.replay.backend, "chunk": config.replay.logprob_chunk,
-        "native_kernels": config.replay.native_kernels,
-    }  # fmt: skip
+    scoring = scoring_of(config)
     scorer = Scorer(model, critic=critic, **scoring).train()
     if student is not None:
         pupil = Scorer(student, **scoring).train()
@@ -196,6 +195,12 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     prompts.position, prompts.dropped, run.skipped = state["position"], state["dropped"], state["skipped"]
     prompts.block = state["block"]  # a longer run goes on with the order that the shorter one had
     return run, state["step"]
+
+
+def scoring_of(config: Config) -> dict[str, Any]:
+    """What the replay section says to a scorer."""
+    replay = config.replay
+    return {"backend": replay.backend, "chunk": replay.logprob_chunk, "native_kernels": replay.native_kernels}
 
 
 def make_rewards(config: Config, task: Task, device: torch.device) -> Rewards | Preferences:

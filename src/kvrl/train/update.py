@@ -248,8 +248,8 @@ def fixed_views(run: Run, batch: Batch) -> Views:
         correction = correct(old - sampler, batch.mask)
     if settings.beta > 0:
         assert run.reference is not None
-        with run.reference.active() as model:
-            reference, _ = score_all(run, run.scorer_of(model), rollouts)
+        with run.reference.active():
+            reference, _ = score_all(run, run.reference_scorer, rollouts)
     return Views(sampler, old, reference, values, correction)
 
 
