@@ -165,14 +165,14 @@ def test_a_changed_model_keeps_its_modules(change):
     assert native_trunk(changed, spec) is None
 
 
-def with_adapters(family: str = "llama", dtype: torch.dtype = torch.float32, **fields):
-    """LoRA on every linear layer and on a row of the embedding, with weights that are not their start."""
+def with_adapters(family: str = "llama", dtype: torch.dtype = torch.float32, size: float = 0.1, **fields):
+    """LoRA on every linear layer and on a row of the embedding, with weights off their start by `size`."""
     lm = build(family, dtype)
     wrapped = get_peft_model(lm, LoraConfig(target_modules="all-linear", trainable_token_indices=[5], **fields))
     with torch.no_grad():
         for p in wrapped.parameters():
             if p.requires_grad:
-                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())), alpha=0.1)
+                p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())), alpha=size)
     return wrapped.eval()
 
 
@@ -205,9 +205,13 @@ def test_other_adapters_keep_their_modules():
     for fields in ({"use_dora": True}, {"lora_bias": True}):
         lm = with_adapters(**fields)
         assert native_trunk(lm, probe(prepare(lm))) is None
-    lm = with_adapters()
-    lm.merge_adapter()
-    assert native_trunk(lm, probe(prepare(lm))) is None
+    for size in (0.1, 0.0):  # at the start they do what LoRA does, so numbers do not tell
+        lm = with_adapters(size=size, use_dora=True)
+        assert native_trunk(lm, probe(prepare(lm))) is None
+        assert not native._is_linear(decoder(lm).layers[0].self_attn.q_proj)
+        lm = with_adapters(size=size)
+        lm.merge_adapter()
+        assert native_trunk(lm, probe(prepare(lm))) is None
     if multiplies(torch.bfloat16):  # which rounds the sum
         lm = with_adapters(dtype=torch.bfloat16)
         assert native_trunk(lm, probe(prepare(lm))) is None
