@@ -76,9 +76,8 @@ def test_windows_are_drawn_by_batch_and_place():
 def test_micro_batches_count_what_is_fed():
     given = [insert(r, Beacons(BEACON, (1,))) for r in dense_rollouts(new=12)]
     assert [r.num_tokens for r in given] == [17, 24] and [len(r.fed.ids) for r in given] == [27, 34]
-    units = [[0], [1]]
-    assert micro_batches(fed_lengths(given), units, 67) == [[0], [1]]
-    assert micro_batches(fed_lengths(given), units, 68) == [[0, 1]]
+    assert micro_batches(fed_lengths(given), 67) == [[0], [1]]
+    assert micro_batches(fed_lengths(given), 68) == [[0, 1]]
 
 
 def test_a_text_that_holds_the_beacon_is_refused():

@@ -105,7 +105,7 @@ def test_equal_log_probs_change_nothing(settings: dict[str, Any]) -> None:
     mask = torch.arange(11) < torch.tensor([11, 1, 4, 0, 7, 3, 10])[:, None]
     result = sparse_rl(logps.detach() - logps, mask, SparseRLConfig(**settings))
     assert torch.equal(result.weights, mask.float()) and torch.equal(result.mask, mask)
-    assert result.keep.all() and not result.all_rejected()
+    assert result.keep.all()
     assert result.metrics["correction/ratio_min"] == result.metrics["correction/ratio_max"] == 1.0
     assert not any(value for name, value in result.metrics.items() if "share" in name)
 
@@ -114,16 +114,15 @@ def test_everything_rejected_is_said_and_has_no_weight() -> None:
     xi = torch.full((2, 2), 1e-9, dtype=torch.float64)
     mask = torch.tensor([[True, True], [False, False]])
     result = result_of(xi, mask)
-    assert result.all_rejected() and result.keep.tolist() == [False, True]
+    assert result.keep.tolist() == [False, True]
     assert (result.weights == 0).all() and torch.equal(result.mask, mask)
     assert result.metrics["correction/share_rejected"] == 1.0  # of the sequences with tokens
     assert result.metrics["correction/share_masked"] == result.metrics["correction/share_clipped"] == 0.0
-    assert not result_of().all_rejected() and result_of().all_rejected([1])
 
 
 def test_no_active_token_at_all() -> None:
     result = result_of(mask=MASK & False)
-    assert not result.all_rejected() and result.keep.all() and (result.weights == 0).all()
+    assert result.keep.all() and (result.weights == 0).all()
     assert "correction/ratio_mean" not in result.metrics
 
 

@@ -32,8 +32,7 @@ def all_cuts(order: list[int]):
 @given(sizes, st.integers(1, 4000))
 @settings(deadline=None)
 def test_no_cut_of_the_sorted_samples_costs_less(lengths, limit):
-    units = [[i] for i in range(len(lengths))]
-    parts = micro_batches(lengths, units, limit)
+    parts = micro_batches(lengths, limit)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
 
     def fits(cut):
@@ -49,7 +48,7 @@ def test_no_cut_of_the_sorted_samples_costs_less(lengths, limit):
 def test_units_are_never_parted(lengths, limit):
     lengths = [*lengths, *lengths[::-1]]
     units = [[i, len(lengths) - 1 - i] for i in range(len(lengths) // 2)]
-    parts = micro_batches(lengths, units, limit)
+    parts = micro_batches(lengths, limit, units)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))
     assert all((a in part) == (b in part) for part in parts for a, b in units)
     assert all(len(part) == 2 or len(part) * max(lengths[i] for i in part) <= limit for part in parts)
@@ -57,12 +56,11 @@ def test_units_are_never_parted(lengths, limit):
 
 def test_like_lengths_go_together_where_the_padding_is_worth_a_pass():
     lengths = [100, 10, 100, 10, 100, 10]
-    units = [[i] for i in range(6)]
-    assert micro_batches(lengths, units, 16_384) == [[1, 3, 5], [0, 2, 4]]  # 270 tokens of padding against 256
-    assert micro_batches([95, 10] * 3, units, 16_384) == [[1, 3, 5, 0, 2, 4]]  # 255
-    assert micro_batches([50] * 6, units, 16_384) == [[0, 1, 2, 3, 4, 5]]
-    assert micro_batches([50] * 6, units, 100) == [[0, 1], [2, 3], [4, 5]]
-    assert micro_batches([], [], 100) == []
+    assert micro_batches(lengths, 16_384) == [[1, 3, 5], [0, 2, 4]]  # 270 tokens of padding against 256
+    assert micro_batches([95, 10] * 3, 16_384) == [[1, 3, 5, 0, 2, 4]]  # 255
+    assert micro_batches([50] * 6, 16_384) == [[0, 1, 2, 3, 4, 5]]
+    assert micro_batches([50] * 6, 100) == [[0, 1], [2, 3], [4, 5]]
+    assert micro_batches([], 100) == []
 
 
 def test_a_warm_start_is_the_same_however_it_is_cut():

@@ -52,7 +52,7 @@ def negative_logprob(
     """Nats a sampled token, mean over all, of rollouts each changed first."""
     given = [changed(r) for r in rollouts]
     scorer, total, tokens = Scorer(model, backend=backend), 0.0, 0
-    for micro in micro_batches(fed_lengths(given), [[i] for i in range(len(given))], TOKENS):
+    for micro in micro_batches(fed_lengths(given), TOKENS):
         part = [given[i] for i in micro]
         mask = completion_mask(part)
         total -= float(scorer(part, view="sparse").logps.cpu()[mask].double().sum())

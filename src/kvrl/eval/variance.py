@@ -142,7 +142,7 @@ def log_ratios(model: nn.Module, rollouts: Sequence[Rollout], view: View) -> Ten
     """log-prob of the learner in that view minus the sampler's: f64 [N, L]."""
     recorded = sampler_logprobs(rollouts).double()  # [N, L]
     out = torch.empty_like(recorded)
-    for micro in micro_batches(fed_lengths(rollouts), [[i] for i in range(len(rollouts))], SCORED_TOKENS):
+    for micro in micro_batches(fed_lengths(rollouts), SCORED_TOKENS):
         scored = logprobs(model, [rollouts[i] for i in micro], view=view, chunk=LOGIT_TOKENS)
         out[micro] = scored.double().cpu() - recorded[micro]
     return out

@@ -71,11 +71,6 @@ class Correction:
     metrics: dict[str, float]
     """Raw ratios and shares, before any action."""
 
-    def all_rejected(self, rows: list[int] | slice = slice(None)) -> bool:
-        """Whether `rows` (those of one optimiser step) have active tokens, and every sequence with any was rejected."""
-        active = self.mask[rows].any(-1)  # [n]
-        return bool(active.any()) and not bool((active & self.keep[rows]).any())
-
 
 def correction(
     log_ratio: Tensor, mask: Tensor, *, level: Level, action: Action, bounds: Bounds, normalize: bool = False

@@ -12,12 +12,17 @@ PASS = 256
 """Padded tokens that cost as much as a further pass: what a layer's kernels take to start, and to read its weights."""
 
 
-def micro_batches(lengths: Sequence[int], units: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
+def micro_batches(
+    lengths: Sequence[int], max_tokens: int, units: Sequence[Sequence[int]] | None = None
+) -> list[list[int]]:
     """Indices of each pass, cut so that padding and passes cost least; at most `max_tokens` padded, one unit at least.
 
-    lengths: tokens of each sample, by index. units: indices that stay together. Passes hold samples of like length:
-    the cuts of the sorted units with the least sum of rows times longest sample, plus PASS for each pass.
+    lengths: tokens of each sample, by index. units: indices that stay together (default: every sample alone). Passes
+    hold samples of like length: the cuts of the sorted units with the least sum of rows times longest sample, plus
+    PASS for each pass.
     """
+    if units is None:
+        units = [[i] for i in range(len(lengths))]
     longest = [max(lengths[i] for i in unit) for unit in units]
     order = sorted(range(len(units)), key=longest.__getitem__)
     costs, starts = [0, *[math.inf] * len(order)], [0] * (len(order) + 1)  # of the first `end` units, cut as is best

@@ -64,7 +64,7 @@ def fit(
         for group in optimizer.param_groups:
             group["lr"] = rate
         count, loss = completion_tokens(batch), 0.0
-        for rows in micro_batches([len(ids) for ids, _ in batch], [[row] for row in range(len(batch))], max_tokens):
+        for rows in micro_batches([len(ids) for ids, _ in batch], max_tokens):
             part = loss_of([batch[row] for row in rows], rows, step) / count
             part.backward()
             loss += part.item()

@@ -145,7 +145,7 @@ def accumulate(run: Run, course: Course, mini: list[int], step: int, tally: Tall
         units = [[row] for row in mini]
     if distiller is not None:
         tally.weights.append(distiller.weight_at(step))
-    for micro in micro_batches(fed_lengths(course.rollouts), units, run.config.train.micro_batch_tokens):
+    for micro in micro_batches(fed_lengths(course.rollouts), run.config.train.micro_batch_tokens, units):
         chosen = [course.rollouts[i] for i in micro]
         scored = run.scorer(chosen, view=course.view, distill=distillation)
         cut = Cut(micro, scored.logps)
@@ -181,7 +181,7 @@ def teach(run: Run, course: Course, step: int, tally: Tally) -> None:
     start, order = now(run.accelerator.device), run.config.seed + 1009 * step
     for mini in minibatches(len(course.rollouts), run.config.breadcrumbs.num_minibatches, 1, order):
         units = [[i] for i in mini]
-        for micro in micro_batches(fed_lengths(course.rollouts), units, run.config.train.micro_batch_tokens):
+        for micro in micro_batches(fed_lengths(course.rollouts), run.config.train.micro_batch_tokens, units):
             scored = run.pupil([course.rollouts[i] for i in micro], view=distillation.student, distill=distillation)
             taught = Cut(micro, scored.logps)(course.taught)
             term, part = run.distiller.term(scored, taught, int(course.taught[mini].sum()))
@@ -258,8 +258,7 @@ def score_all(run: Run, scorer: Scorer, rollouts: list[Rollout]) -> tuple[Tensor
     """All rollouts' log-probs (and values, with a critic) in the learner's view, no gradient: f32 [N, C] on the CPU."""
     logps = torch.zeros(len(rollouts), max(len(r.completion_ids) for r in rollouts))
     values = None if scorer.critic is None else torch.zeros_like(logps)
-    units = [[i] for i in range(len(rollouts))]
-    for micro in micro_batches(fed_lengths(rollouts), units, run.config.train.micro_batch_tokens):
+    for micro in micro_batches(fed_lengths(rollouts), run.config.train.micro_batch_tokens):
         scored = scorer([rollouts[i] for i in micro], view=run.config.learner_view)
         logps[micro, : scored.logps.shape[1]] = scored.logps.float().cpu()
         if values is not None:

@@ -71,11 +71,6 @@ class Policy(BaseModel):
         """How many of the newest queries score() reads; the slots keep that many."""
         return 0
 
-    @property
-    def max_window(self) -> int:
-        """Largest number of newest entries that any eviction protects."""
-        return self.window
-
     def window_at(self, in_prompt: bool) -> int:
         """Newest entries that an eviction protects."""
         return self.window
