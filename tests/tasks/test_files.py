@@ -131,6 +131,7 @@ def test_what_is_asked_of_the_hub(hub):
     ({"path": "a.jsonl", "eval_split": "test"}, "task.params.eval_split: test is a part .* give eval_path"),
     ({"path": "none.jsonl"}, "task.params.path: none.jsonl cannot be loaded"),
     ({"path": "none.parquet"}, "task.params.path: none.parquet cannot be loaded"),
+    ({"path": __file__}, "test_files.py is a file of another kind; give a .jsonl, .json or .parquet file"),
     ({"path": ""}, "task.params.path: is empty; give a .jsonl, .json or .parquet file or a hub name"),
     ({"eval_path": ""}, "task.params.eval_path: is empty; give"),
     ({"path": __file__ + "/a.jsonl"}, r"a.jsonl cannot be loaded \(Not a directory\); give"),

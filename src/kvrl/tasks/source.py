@@ -66,6 +66,8 @@ def _pick(record: Mapping[str, Any], dotted: str) -> Any:
 
 def _load(source: Source, field: str) -> Iterable[dict[str, Any]]:
     if not source.is_file:
+        if Path(source.path).is_file():  # no name of the hub: its error would be about the network
+            raise KvrlError(f"{field}: {source.path} is a file of another kind; give a .jsonl, .json or .parquet file")
         return _from_hub(source, field)
     from pyarrow import ArrowException
 
