@@ -150,6 +150,10 @@ def test_the_command(folders, capsys, tmp_path):
     assert list(printed["memory"]["decodings"]) == [
         "uncompressed", "beacons c=2", "beacons c=4", "single c=4", "recent"
     ]  # fmt: skip
+    assert list(printed["text"]) == [
+        "uncompressed", "beacons c=2", "beacons c=4", "single c=4", "no beacons c=2", "no beacons c=4",
+        *(f"recent {p['decoding'].split()[1]}" for p in reversed(printed["methods"]["recent"]["points"])),
+    ]  # fmt: skip
     assert printed["full"]["decoding"] == "full" and printed["problems"] == 3 and printed["uncompressed"] == none
     assert (tmp_path / "curve.png").stat().st_size > 10_000
     assert main(["eval", two, *SHORT, "--curve", "--every", "4", "--baselines", "recent", "--limits", "8,16"]) == 0

@@ -10,8 +10,9 @@ import torch
 import beacon_models
 import helpers
 import kvrl
-from kvrl.cache.trace import occupancy
-from kvrl.eval.same_text import by_position, negative_logprob, newest
+from kvrl.beacons.plan import Beacons
+from kvrl.cache.trace import NEVER, occupancy
+from kvrl.eval.same_text import by_position, negative_logprob, newest, windows_alone
 from kvrl.eval.sizes import auac, entries, matching, mean_held, mean_held_until, within
 
 DENSE = kvrl.CacheConfig(policy="dense")
@@ -80,6 +81,39 @@ def test_the_prompt_stays_where_it_is_protected():
     cache = kvrl.CacheConfig(policy="streaming", budget=50, buffer=1, sinks=0, protect_prompt=True)
     full = helpers.sample(beacon_models.model(), beacon_models.make_prompts([42]), DENSE)[0]
     assert (newest(full, cache).trace.events[0, 0, :42] == -1).all() and newest(full, cache).trace.num_events > 0
+
+
+def test_windows_that_close_without_beacons_by_hand():
+    """Prompt of 4, windows of 2, 7 tokens: the third window closes where nothing is predicted any more."""
+    (full,) = helpers.sample(beacon_models.model(), beacon_models.make_prompts([4]), DENSE, new=7)
+    trace = windows_alone(full, Beacons(0, (2,))).trace.validate()
+    layers, heads, tokens = trace.events.shape
+    assert tokens == 11 and torch.equal(trace.windows, full.trace.windows)
+    assert trace.evicted_at().tolist() == [[[NEVER] * 4 + [6, 6, 8, 8] + [NEVER] * 3] * heads] * layers
+    mixed = windows_alone(full, Beacons(0, (1, 3))).trace.validate()
+    assert mixed.evicted_at()[0, 0].tolist() == [NEVER] * 4 + [5, 8, 8, 8] + [NEVER] * 3
+
+
+@pytest.mark.parametrize("c", [1, 3, 29, 30])
+def test_windows_alone_are_the_stock_model_on_prompt_and_window(c):
+    """Nothing of an earlier window is left, so every window is the continuation of the prompt, at its positions."""
+    full = helpers.sample(prompts=helpers.make_prompts([4, 18]), config=DENSE)
+    expected, prompts = [], [len(r.prompt_ids) for r in full]
+    for r, prompt in zip(full, prompts, strict=True):
+        for start in range(0, helpers.NEW, c):
+            ids = r.prompt_ids + r.completion_ids[start : start + c]
+            at = [*range(prompt), *range(prompt + start, prompt + start + len(ids) - prompt)]
+            with torch.no_grad():
+                logits = helpers.stock()(torch.tensor([ids]), position_ids=torch.tensor([at])).logits[0]
+            last = prompt - 1 if start == 0 else prompt  # the prompt's last token predicts the first
+            following = r.completion_ids[0 if start == 0 else start + 1 : start + c + 1]
+            expected += logits.log_softmax(-1)[last : last + len(following)].gather(
+                1, torch.tensor(following)[:, None]
+            ).flatten().tolist()  # fmt: skip
+    assert len(expected) == 2 * helpers.NEW
+    found = negative_logprob(helpers.model(), full, partial(windows_alone, beacons=Beacons(0, (c,))))
+    assert found == pytest.approx(-sum(expected) / len(expected), abs=1e-5)
+    assert (abs(found - negative_logprob(helpers.model(), full, lambda r: r)) > 1e-3) == (c < 29)
 
 
 def test_negative_logprobs_of_one_text():

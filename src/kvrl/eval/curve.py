@@ -15,11 +15,12 @@ from torch import nn
 
 from kvrl.beacons.config import beacons_for
 from kvrl.beacons.insert import insert
+from kvrl.beacons.plan import Beacons
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import check_budget, make_policy
 from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import decode, rewards_of
-from kvrl.eval.same_text import by_position, negative_logprob, newest
+from kvrl.eval.same_text import by_position, negative_logprob, newest, windows_alone
 from kvrl.eval.sizes import auac, entries, matching, mean_held, mean_held_until, within
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.request import Progress
@@ -67,7 +68,8 @@ class Curve:
     memory: dict[str, list[Cell | None]] = field(default_factory=dict)
     """decoding -> a cell for each limit; None where a policy cannot keep what must stay."""
     text: dict[str, float] = field(default_factory=dict)
-    """decoding -> nats a token of the uncompressed model's completions; only policies that go by position have one."""
+    """decoding -> nats a token of the uncompressed model's completions: with beacons, with what beacons leave without
+    them, and with policies that go by position; the others have no trace without sampling."""
 
     def auac(self) -> dict[str, float | None]:
         """Each method's area under its curve over the first method's sizes; None if that has one size alone."""
@@ -171,6 +173,7 @@ def measure(
     full, whole = decoder(teacher, CacheConfig(policy="dense"), "full")
     methods: dict[str, list[Point]] = {}
     made: dict[str, list[Rollout]] = {}
+    windows: dict[int, Beacons] = {}
     text = {UNCOMPRESSED: negative_logprob(teacher, whole, lambda r: r)}
     for name, models in beacons.items():
         points = []
@@ -181,7 +184,12 @@ def measure(
                 points.append(point)
                 made[f"{name} c={c}"] = rollouts
                 text[f"{name} c={c}"] = negative_logprob(model, whole, partial(insert, beacons=own.plan(c)))
+                windows[c] = own.plan(c)
         methods[name] = points
+    text |= {
+        f"no beacons c={c}": negative_logprob(teacher, whole, partial(windows_alone, beacons=plan))
+        for c, plan in windows.items()
+    }
     first = next(iter(beacons))
     sizes = [(p.held_entries, made[f"{first} {p.decoding}"]) for p in methods[first]]
     limits = sorted({p.held_entries_max for p in methods[first]}) if limits is None else list(limits)

@@ -1,7 +1,8 @@
 """One text under several caches: the mean negative log-prob of the uncompressed model's own completions.
 
-Nothing is sampled, so decodings differ by what they see alone: beacons in place of closed windows, or the newest
-entries (and the sinks) as StreamingLLM keeps them. A policy that scores entries has no trace without sampling.
+Nothing is sampled, so decodings differ by what they see alone: beacons in place of closed windows, nothing in place of
+them, or the newest entries (and the sinks) as StreamingLLM keeps them. A policy that scores entries has no trace
+without sampling.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from kvrl.attention.replay import Backend
+from kvrl.beacons.plan import Beacons
 from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.cache.policies.streaming import Streaming
@@ -43,6 +45,22 @@ def newest(r: Rollout, cache: CacheConfig) -> Rollout:
     layers, heads, _ = r.trace.events.shape
     table = torch.where(trace.managed[:, None, None], events, -1).expand(layers, heads, -1).contiguous()
     return replace(r, trace=replace(trace, events=table))
+
+
+def windows_alone(r: Rollout, beacons: Beacons) -> Rollout:
+    """A full-cache rollout whose windows close as they would with beacons, and leave none: prompt and open window stay.
+
+    What the beacons carry is the difference to this.
+    """
+    prompt, raw = len(r.prompt_ids), len(r.completion_ids)
+    ends = torch.tensor([beacons.end(window) for window in range(beacons.count(raw))], dtype=torch.int32)
+    window = torch.bucketize(torch.arange(raw), ends, right=True)  # [raw]
+    events = torch.full((r.num_tokens,), -1, dtype=event_dtype(len(ends)))
+    closed = window < len(ends)
+    events[prompt:][closed] = window[closed].to(events.dtype)
+    layers, heads, _ = r.trace.events.shape
+    table = events.expand(layers, heads, -1).contiguous()
+    return replace(r, trace=replace(r.trace, events=table, evicted_at_event=prompt + ends))
 
 
 @torch.no_grad()
