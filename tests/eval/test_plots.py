@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -55,9 +57,25 @@ def test_many_lines_have_a_colour_each_and_a_legend_of_their_own(tmp_path, figur
 
 
 def test_short_runs_have_whole_steps(tmp_path, figures):
-    report.plot_reward(tmp_path / "p.png", {"reward": [0.1, 0.2]}, [{"budget": "8", "step": 0, "accuracy": 0.1}])
+    evaluations = [{"budget": "8", "step": 0, "accuracy": 0.1}]
+    report.plot_steps(tmp_path / "p.png", "reward", [0.1, 0.2], evaluations, top=1.02)
     (axes,) = figures()[0].axes
     assert all(tick == int(tick) for tick in axes.get_xticks())
+    assert texts(axes) == ["reward (mean of 5 steps)", "held out, budget 8"] and axes.get_ylim() == (0, 1.02)
+
+
+def test_a_run_that_distils_has_its_divergence_drawn(tmp_path, figures):
+    parity = {f"parity/{name}": 0.0 for name in ("mean", "p99", "max")}
+    steps = [{"step": i, "reward": 0.5, "seconds": 1.0, **parity} for i in (1, 2)]
+    said: list[str] = []
+    for records in (steps, [steps[0], steps[1] | {"distill/kl/mean": 1.5}]):
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        report.write_report(tmp_path, said.append)
+    assert [line.split(":")[0] for line in said if "curve" in line] == ["reward curve"] * 2 + ["distillation curve"]
+    assert (tmp_path / "distill.png").stat().st_size > 5000
+    (axes,) = figures()[2].axes
+    assert axes.get_ylabel() == "distillation KL, nats a token" and axes.get_ylim()[0] == 0
+    assert axes.lines[1].get_ydata().tolist()[1] == 1.5 and axes.get_ylim()[1] > 1.4
 
 
 def test_a_study_knows_which_variant_keeps_everything():

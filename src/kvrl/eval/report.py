@@ -1,11 +1,11 @@
-"""The end of a run: a table of start and end, and the reward curve as a PNG."""
+"""The end of a run: a table of start and end, and its reward and distillation over the steps as PNGs."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +75,7 @@ def decoding_name(budget: str) -> str:
 
 
 def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, Any]:
-    """Write summary.json and reward.png from metrics.jsonl; show the closing table and where everything is."""
+    """Write summary.json and the figures from metrics.jsonl; show the closing table and where everything is."""
     steps, evaluations = read_metrics(output_dir)
     budgets = list(dict.fromkeys(e["budget"] for e in evaluations))
     rows: list[dict[str, Any]] = []
@@ -99,8 +99,12 @@ def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, A
             "parity |logp sampler - logp replay|, worst step: "
             f"mean {parity['mean']:.1e}, p99 {parity['p99']:.1e}, max {parity['max']:.1e}"
         )
-        plot_reward(output_dir / "reward.png", {"reward": [s["reward"] for s in steps]}, evaluations)
+        plot_steps(output_dir / "reward.png", "reward", [s["reward"] for s in steps], evaluations, top=1.02)
         say(f"reward curve: {output_dir / 'reward.png'}")
+    if any("distill/kl/mean" in s for s in steps):
+        divergences = [s.get("distill/kl/mean", math.nan) for s in steps]
+        plot_steps(output_dir / "distill.png", "distillation KL, nats a token", divergences)
+        say(f"distillation curve: {output_dir / 'distill.png'}")
     say(f"model: {output_dir / 'model'}")
     return summary
 
@@ -135,23 +139,24 @@ def step_ticks(axes: Axes) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
-def plot_reward(path: Path, curves: dict[str, list[float]], evaluations: list[dict]) -> None:
-    """Rewards over steps with their trailing mean, and held-out accuracies as points."""
+def plot_steps(
+    path: Path, name: str, values: list[float], evaluations: Sequence[dict] = (), *, top: float | None = None
+) -> None:
+    """What each step measured with its trailing mean, from 0 to `top` (None: the highest), and held-out accuracies."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
-    for name, values in curves.items():
-        steps = range(1, len(values) + 1)
-        axes.plot(steps, values, color="C0", alpha=0.25, linewidth=1)
-        axes.plot(steps, smooth(values), color="C0", label=f"{name} (mean of 5 steps)")
+    steps = range(1, len(values) + 1)
+    axes.plot(steps, values, color="C0", alpha=0.25, linewidth=1)
+    axes.plot(steps, smooth(values), color="C0", label=f"{name} (mean of 5 steps)")
     for i, budget in enumerate(dict.fromkeys(e["budget"] for e in evaluations)):
         mine = [e for e in evaluations if e["budget"] == budget]
         label = f"held out, {decoding_name(budget)}"
         axes.plot([e["step"] for e in mine], [e["accuracy"] for e in mine], "o--", color=f"C{i + 1}", label=label)
-    axes.set(xlabel="step", ylabel="reward", ylim=(0, 1.02))
+    axes.set(xlabel="step", ylabel=name, ylim=(0, top))
     step_ticks(axes)
     axes.grid(alpha=0.3)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=3, fontsize=8, frameon=False)  # over no point

@@ -12,7 +12,7 @@ from kvrl.train.checkpoint import CHECKPOINTS, METRICS, MODEL, TEACHER, is_occup
 from kvrl.train.config import Config
 from kvrl.train.setup import REFERENCE
 
-FILES = (METRICS, "summary.json", "reward.png")
+FILES = (METRICS, "summary.json", "reward.png", "distill.png")
 FOLDERS = (CHECKPOINTS, MODEL, TEACHER, REFERENCE)
 
 

@@ -174,7 +174,7 @@ def evaluate_now(run: Run) -> list[Evaluation]:
 def train(config: Config) -> dict[str, Any]:
     """Run a configuration to its end; returns the evaluations at start and end.
 
-    Writes metrics.jsonl, checkpoints/, model/, summary.json and reward.png to output_dir. KvrlError for a folder
+    Writes metrics.jsonl, checkpoints/, model/, summary.json and figures to output_dir. KvrlError for a folder
     that holds another run, before anything is changed.
     """
     from kvrl.eval.report import widened, write_report
