@@ -71,6 +71,7 @@ def test_a_run_that_distils_has_its_divergence_drawn(tmp_path, figures):
     for records in (steps, [steps[0], steps[1] | {"distill/kl/mean": 1.5}]):
         (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
         report.write_report(tmp_path, said.append)
+    assert sum("warning: no step changed the weights" in line for line in said) == 2
     assert [line.split(":")[0] for line in said if "curve" in line] == ["reward curve"] * 2 + ["distillation curve"]
     assert (tmp_path / "distill.png").stat().st_size > 5000
     (axes,) = figures()[2].axes

@@ -75,7 +75,8 @@ def test_a_run_has_its_own_fields_and_starts_where_others_of_its_seed_start(tmp_
 @pytest.mark.parametrize(("fields", "message"), [
     ({"tuning": {"seeds": [1, 9], "grid": {}}}, "tuning.seeds: 1 is also reported"),
     ({"variants": {"a": {"grid": {"seed": [1]}}}}, "variants.a.grid: is set and the study has no tuning"),
-    ({"variants": {"a": {"overrides": {"method": "nothing"}}}}, "method"),
+    ({"variants": {"a": {"overrides": {"method": "nothing"}}}}, r"\.yaml, variant a: method: nothing is not one of"),
+    ({"variants": {"a": {}, "b": {"overrides": {"metod": 1}}}}, r"\.yaml, variant b: metod: is not a known"),
     ({"tuning": {"seeds": [9], "grid": {"train.learning_rate": [0.1, -1]}}}, "train.learning_rate: -1"),
     ({"overrides": {"eval.n": 0}}, "eval.n 0"),
 ])  # fmt: skip
@@ -90,6 +91,14 @@ def study_error(capsys, *argv: str) -> str:
     error = capsys.readouterr().err
     assert error.count("\n") == 1
     return error
+
+
+def test_a_misspelled_field_of_a_study_is_told_with_its_file(tmp_path, capsys):
+    file = tmp_path / "s.yaml"
+    file.write_text("title: t\nbase: base.yaml\nsedes: [0]\nvariants: {a: {}}\n")
+    assert f"{file}: sedes: is not a known field; did you mean seeds? (and 1 more)" in study_error(capsys, str(file))
+    file.write_text("")
+    assert f"error: {file}: is empty" in study_error(capsys, str(file))
 
 
 def test_folder_and_report_are_checked_before_anything_runs(tmp_path, monkeypatch, capsys):

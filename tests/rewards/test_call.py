@@ -14,6 +14,7 @@ import torch
 
 from kvrl.errors import KvrlError
 from kvrl.rewards import BadReward, score
+from kvrl.rewards.build import Rewards
 
 COMPLETIONS = ["a", "bb", "ccc"]
 COLUMNS = {"prompt": ["p0", "p1", "p2"], "answer": [1, 2, 4]}
@@ -100,7 +101,11 @@ def test_an_exception_names_its_sample() -> None:
     ) as stopped:
         run(fragile)
     assert isinstance(stopped.value.__cause__, ZeroDivisionError)
+    line = fragile.__code__.co_firstlineno + 1
+    assert f"(test_call.py:{line}) for sample 1" in str(stopped.value)
+    assert "mend the function, or return None to drop the sample, or set reward.on_error" in str(stopped.value)
     scores = run(fragile, length, on_error="drop")
+    assert scores.first_error == str(stopped.value).partition(";")[0] and run(length).first_error is None
     same(scores.per_function, [[-1.0, 1.0], [NAN, 2.0], [0.5, 3.0]])
     same(scores.rewards, [0.0, 2.0, 3.5])
     assert scores.errors == 1
@@ -151,6 +156,25 @@ def test_a_function_that_cannot_take_the_columns_always_stops(on_error: Any) -> 
         run(narrow, on_error=on_error)
     with pytest.raises(KvrlError, match="max: does not tell its arguments"):
         run(max, on_error=on_error)
+
+
+def test_what_trl_alone_passes_is_said_to_be_missing() -> None:
+    def of_trl(completions: list[str], completion_ids: list, **kwargs: Any) -> list[float]:
+        return [0.0] * len(completions)
+
+    with pytest.raises(KvrlError, match="of_trl: needs completion_ids, which TRL passes and kvrl does not; take"):
+        run(of_trl)
+
+
+def test_the_first_error_that_is_dropped_is_told_once() -> None:
+    def odd(completions: list[str], **kwargs: Any) -> list[float]:
+        return [1.0, NAN, NAN]
+
+    rewards = Rewards([length, odd], ["length", "odd"], [1.0, 1.0], on_error="drop")
+    with pytest.warns(UserWarning) as told:
+        assert rewards(COMPLETIONS, COLUMNS).errors == rewards(COMPLETIONS, COLUMNS).errors == 2
+    assert len(told) == 1
+    assert str(told[0].message).startswith("reward.funcs.odd: returned nan for sample 1 (prompt 'p1'); counted as None")
 
 
 @pytest.mark.parametrize(

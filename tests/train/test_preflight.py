@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from transformers import AutoTokenizer, BertConfig, BertLMHeadModel, LlamaConfig, LlamaForCausalLM
@@ -12,8 +13,9 @@ from kvrl.errors import KvrlError
 from kvrl.models.tiny import build_tiny_tokenizer, make_tiny
 from kvrl.tasks import get_task
 from kvrl.train import run as run_module
+from kvrl.train.config import Config
 from kvrl.train.output import check_output_dir, make_output_dir
-from kvrl.train.preflight import check_model, warnings_of
+from kvrl.train.preflight import check_model, unread, warnings_of
 from kvrl.train.run import build, make_start
 from kvrl.train.setup import load_model, load_policy
 from kvrl.train.trainer import train
@@ -59,6 +61,32 @@ def test_the_checked_model_attends_as_before(tmp_path):
     before = model.config._attn_implementation
     check_model(config, model)
     assert model.config._attn_implementation == before == "sdpa"
+
+
+@pytest.mark.parametrize(("changes", "field"), [
+    ({"method": "naive", "distill": {"weight": 0.1}}, "distill.weight: is read under method shadow_mask alone"),
+    ({"correction": {"preset": "tis"}}, "correction.preset: is read under method corrected alone, and method is sh"),
+    ({"method": "naive", "sparse_rl": {"max_weight": 2}}, "sparse_rl.max_weight: is read under method sparse_rl alone"),
+    ({"algorithm": "ppo", "grpo": {"beta": 0.1}}, "grpo.beta: is read under algorithm grpo alone, and .* is ppo"),
+    ({"algorithm": "rloo", "ppo": {"lam": 0.9}}, "ppo.lam: is read under algorithm ppo alone"),
+    ({"breadcrumbs": {"kl": "js"}}, "breadcrumbs.kl: is read under method breadcrumbs alone"),
+    ({"distill": {"weight": 0.1, "average_decay": 0.9}}, "distill.average_decay: is read where .* is average alone"),
+])  # fmt: skip
+def test_fields_that_nothing_reads_are_told(tmp_path, changes, field):
+    (told,) = unread(make_config(tmp_path, **changes))
+    assert re.match(field, told)
+
+
+def test_fields_that_are_read_are_not_told(tmp_path):
+    assert unread(make_config(tmp_path)) == []
+    for changes in (
+        {"distill": {"weight": 0.1, "teacher_weights": "average", "average_decay": 0.9}, "grpo": {"beta": 0.1}},
+        {"method": "corrected", "correction": {"preset": "mis"}, "algorithm": "ppo", "ppo": {"lam": 0.9}},
+        {"method": "sparse_rl", "sparse_rl": {"max_weight": 2}},
+    ):
+        assert unread(make_config(tmp_path, **changes)) == []
+    whole = make_config(tmp_path, method="naive").model_dump(mode="json")  # a run's config.json names every field
+    assert unread(Config.model_validate(whole)) == []
 
 
 def test_warnings_by_hand(tmp_path):

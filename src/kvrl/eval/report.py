@@ -101,6 +101,11 @@ def write_report(output_dir: Path, say: Callable[[object], None]) -> dict[str, A
         )
         plot_steps(output_dir / "reward.png", "reward", [s["reward"] for s in steps], evaluations, top=1.02)
         say(f"reward curve: {output_dir / 'reward.png'}")
+    if steps and not any("grad_norm" in s for s in steps):
+        say(
+            "warning: no step changed the weights: every completion was dropped or rejected (samples_dropped, "
+            "correction/share_rejected and updates_skipped in metrics.jsonl)"
+        )
     if any("distill/kl/mean" in s for s in steps):
         divergences = [s.get("distill/kl/mean", math.nan) for s in steps]
         plot_steps(output_dir / "distill.png", "distillation KL, nats a token", divergences)

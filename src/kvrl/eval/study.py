@@ -70,7 +70,12 @@ def run_study(args: argparse.Namespace) -> None:
 
     runners = []
     for path in map(Path, args.studies):
-        runners.append(Runner(read_config(Study, path), path, Path(args.output_dir), args.jobs, Console(stderr=True)))
+        try:
+            study = read_config(Study, path)
+        except KvrlError as error:
+            text = str(error)
+            raise KvrlError(text if text.startswith(f"{path}:") else f"{path}: {text}") from None
+        runners.append(Runner(study, path, Path(args.output_dir), args.jobs, Console(stderr=True)))
         runners[-1].check()
     if args.report is not None:
         prepare_report(Path(args.report), [runner.folder.name for runner in runners])
@@ -104,7 +109,7 @@ class Runner:
     """Runs of a study, at most `jobs` at once."""
 
     def __init__(self, study: Study, path: Path, root: Path, jobs: int, console: Console) -> None:
-        self.study, self.root, self.jobs, self.console = study, root, jobs, console
+        self.study, self.path, self.root, self.jobs, self.console = study, path, root, jobs, console
         self.folder = root / path.stem
         self.base = str(path.parent / study.base)
 
@@ -182,7 +187,10 @@ class Runner:
         if (origin := self.study.variants[name].start) is not None:
             trained = Path(self.config(origin, {}, seed).output_dir) / "model"
             own |= {"model.path": str(trained), "warm_start": None}
-        return self.load({**given, **own})
+        try:
+            return self.load({**given, **own})
+        except KvrlError as error:
+            raise KvrlError(f"{self.path}, variant {name}: {error}") from None
 
     def load(self, values: Values) -> Config:
         """The base with these fields."""

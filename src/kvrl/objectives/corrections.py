@@ -24,7 +24,10 @@ class CorrectionConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
 
     preset: PresetName | None = None
-    """A correction by name (tis, mis, icepop, geometric, sequence_mask); fields given beside it override it."""
+    """A correction by name; fields given beside it override it. `tis`: token, truncate, [null, 2]. `mis`: token, mask,
+    [0.5, 2]. `icepop`: token, mask, [0.5, 5]. `geometric`: sequence_mean, reject, [0.999, 1.001], which is meant for
+    the noise between two engines: under a tight cache it rejects everything. `sequence_mask`: sequence_sum, mask,
+    [null, 3]. References in `kvrl/objectives/presets.py`."""
     level: Level = TIS.level
     """What has a ratio: a token, or a sequence (product of its tokens' ratios, or their geometric mean)."""
     action: Action = TIS.action

@@ -8,8 +8,9 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal
@@ -39,11 +40,21 @@ class Rewards:
     weights: list[float]
     on_error: Literal["stop", "drop"] = "stop"
     timeout: float | None = None
+    told: list[str] = field(default_factory=list)
+    """The first error that was dropped, once it was."""
 
     def __call__(self, completions: list[str], columns: Mapping[str, list]) -> Scores:
-        """Score a batch; see `kvrl.rewards.score`."""
-        return score(self.funcs, self.weights, completions, columns, self.on_error,
-                     names=self.names, timeout=self.timeout)  # fmt: skip
+        """Score a batch; see `kvrl.rewards.score`. Warns of the first error that on_error="drop" makes nothing of."""
+        scores = score(self.funcs, self.weights, completions, columns, self.on_error,
+                       names=self.names, timeout=self.timeout)  # fmt: skip
+        if scores.first_error is not None and not self.told:
+            self.told.append(scores.first_error)
+            warnings.warn(
+                f"{scores.first_error}; counted as None, as reward.on_error is drop. Further ones are counted alone "
+                "(reward_errors)",
+                stacklevel=2,
+            )
+        return scores
 
     def check(self, columns: Mapping[str, list]) -> None:
         """Raise KvrlError if rows of such columns cannot be scored: for the first rows, before any rollout."""
@@ -88,9 +99,9 @@ def pair_judge(settings: RewardSettings) -> Judge | None:
         "timeout": settings.timeout,
         "on_error": "drop" if settings.on_error == "drop" else None,
     }
-    for field, value in unused.items():
+    for key, value in unused.items():
         if value is not None:
-            raise KvrlError(f"reward.{field}: {value} has no effect on a judge of mode pairwise, which gives "
+            raise KvrlError(f"reward.{key}: {value} has no effect on a judge of mode pairwise, which gives "
                             "preferences and no rewards; take it out (the judge's own params are request_timeout and "
                             "on_unreadable)")  # fmt: skip
     judge = get_reward(Judge.name, **entries[0].params)

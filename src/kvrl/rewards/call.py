@@ -6,9 +6,11 @@ import functools
 import inspect
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -23,6 +25,9 @@ RewardFunc = Callable[..., Any]
 
 RESERVED = ("completions", "prompts", "self")
 """Names that a data set's column cannot have: a reward function gets its own arguments under them."""
+
+OF_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric")
+"""Arguments of TRL's that there are none of here."""
 
 EXCERPT = 60  # characters of a prompt or an answer in a message
 
@@ -39,6 +44,8 @@ class Scores:
     """[F], the functions' names, made unique."""
     errors: int
     """Rewards that on_error="drop" turned into None: NaN, infinities, exceptions and time limits passed."""
+    first_error: str | None = None
+    """The first of them: function, reason and sample."""
 
     def metrics(self) -> dict[str, float]:
         """Mean reward and mean of each function (absent where none was given), and the number of errors."""
@@ -56,6 +63,7 @@ class Scores:
         return cls(
             torch.cat([part.rewards for part in parts]), torch.cat([part.per_function for part in parts]),
             parts[0].names, sum(part.errors for part in parts),
+            next((part.first_error for part in parts if part.first_error), None),
         )  # fmt: skip
 
 
@@ -113,7 +121,9 @@ def score(
     if bool((over := rewards.float().isinf()).any()):
         i = int(over.nonzero()[0])
         raise KvrlError(f"reward: {float(rewards[i]):.3g} for sample {i} is over what float32 holds; scale it down")
-    return Scores(rewards.float(), per_function.float(), names, sum(failed for _, failed in results.values()))
+    dropped = [results[i][1] for i in range(len(names))]
+    first = next((errors[0] for errors in dropped if errors), None)
+    return Scores(rewards.float(), per_function.float(), names, sum(map(len, dropped)), first)
 
 
 def arguments_of(columns: Mapping[str, list]) -> dict[str, list]:
@@ -135,6 +145,11 @@ def check_arguments(func: RewardFunc, name: str, arguments: Iterable[str]) -> No
     needed = [p.name for p in signature.parameters.values() if p.kind in keyword and p.default is p.empty]
     needed += func.columns if isinstance(func, Reward) else ()
     for column in needed:
+        if column in OF_TRL:
+            raise KvrlError(
+                f"reward.funcs.{name}: needs {column}, which TRL passes and kvrl does not; take completions, prompts "
+                "and the data's columns"
+            )
         if column not in given:
             has = ", ".join(column for column in given if column != "completions") or "none"
             remedy = "say in its params which one it reads" if isinstance(func, Reward) else "rename its argument"
@@ -192,8 +207,8 @@ def _begin(
 def _collect(
     func: RewardFunc, name: str, arguments: Mapping[str, list], wait: Callable[[], Any], on_error: str,
     timeout: float | None, remedy: str,
-) -> tuple[list[float], int]:  # fmt: skip
-    """One function's results: a number per completion, NaN for None, and how many errors were dropped."""
+) -> tuple[list[float], list[str]]:  # fmt: skip
+    """One function's results: a number per completion, NaN for None, and the errors that were dropped."""
     size = len(arguments["completions"])
     try:
         with _blamed():
@@ -215,19 +230,18 @@ def _collect(
                     f"the function{remedy}"
                 ) from bad.__cause__
     values: list[float] = []
-    failed = 0
+    failed: list[str] = []
     for i, answer in enumerate(answers):
         number = _number(answer)
         if not isinstance(number, BadReward):
             values.append(number)
-        elif on_error == "drop":
-            values.append(math.nan)
-            failed += 1
-        else:
-            raise KvrlError(
-                f"reward.funcs.{name}: {number} for sample {i} (prompt {_excerpt(arguments, i)}); return a "
-                f"finite number, or None to drop the sample{remedy}"
-            ) from number.__cause__
+            continue
+        what = f"reward.funcs.{name}: {number} for sample {i} (prompt {_excerpt(arguments, i)})"
+        if on_error == "stop":
+            mend = "mend the function, or return" if number.__cause__ else "return a finite number, or"
+            raise KvrlError(f"{what}; {mend} None to drop the sample{remedy}") from number.__cause__
+        values.append(math.nan)
+        failed.append(what)
     return values, failed
 
 
@@ -239,7 +253,16 @@ def _blamed() -> Iterator[None]:
     except (OverTime, KvrlError, BadReward):
         raise
     except (Exception, SystemExit) as error:
-        raise BadReward(f"raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+        text = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
+        raise BadReward(f"{text}{_where(error)}") from error
+
+
+def _where(error: BaseException) -> str:
+    """The user's line that an exception passed through first; nothing where the call itself failed."""
+    for frame in traceback.extract_tb(error.__traceback__):
+        if not Path(frame.filename).is_relative_to(Path(__file__).parent):
+            return f" ({Path(frame.filename).name}:{frame.lineno})"
+    return ""
 
 
 def _listed(answers: Any, name: str, size: int) -> list:

@@ -97,7 +97,8 @@ class FileTask(BaseModel):
             raise KvrlError(f"split: {split} is neither train nor eval; use one of them")
         rows = self.train_rows if split == "train" else self.eval_rows
         if split == "eval" and n > len(rows):
-            raise KvrlError(f"eval.n: {n} is above the {len(rows)} held-out rows; lower it")
+            raise KvrlError(f"eval.n: {n} is above the {len(rows)} held-out rows; lower it, or give more: "
+                            "task.params.eval_path, or a larger task.params.eval_share")  # fmt: skip
         rng = random.Random(f"{seed}-{split}")
         chosen: list[dict[str, Any]] = []
         while len(chosen) < n:
@@ -106,7 +107,7 @@ class FileTask(BaseModel):
 
     def demonstrations(self, n: int, seed: int) -> list[tuple[Prompt, str]]:
         """None: the rows have answers, not worked solutions."""
-        raise KvrlError(f"warm_start: task {self.name} has no demonstrations; leave warm_start out")
+        raise KvrlError(f"warm_start: task {self.name} has no demonstrations; leave warm_start out, or set it to null")
 
     @cached_property
     def eval_rows(self) -> list[dict[str, Any]]:

@@ -102,7 +102,7 @@ def _check_task(before: dict[str, Any], data: dict[str, Any]) -> None:
 
 def explain(error: ValidationError, kind: type[BaseModel], prefix: str = "") -> str:
     """One line for the first mistake that pydantic found: field (after `prefix`), value, limit, remedy."""
-    mistakes = error.errors()
+    mistakes = sorted(error.errors(), key=lambda mistake: mistake["type"] == "missing")  # a misspelled field is both
     first = mistakes[0]
     line = _explain_one(first, kind)
     if not isinstance(first.get("ctx", {}).get("error"), KvrlError):  # which names its field in full

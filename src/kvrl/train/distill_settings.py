@@ -29,11 +29,13 @@ class DistillSettings(Section):
     kl: KLKind = "forward"
     """`forward` is KL(teacher || student), `reverse` KL(student || teacher), `js` Jensen-Shannon."""
     top_k: int | None = Field(None, ge=1)
-    """Ids of the teacher's distribution that are told apart, the rest being one event; None: all."""
+    """Ids of the teacher's distribution that are told apart, the rest being one event; None, or over the vocabulary:
+    all."""
     warmup_steps: int = Field(0, ge=0)
     """Rollout batches over which the weight rises from 0."""
     grad_ratio: Positive | None = None
-    """Hold the gradient norm of the weighted term at this share of the objective's, by a weight within 1e-5 and 1."""
+    """Hold the gradient norm of the weighted term at this share of the objective's, by a weight that starts at
+    `distill.weight` and is kept between 1e-5 and 1."""
     positive_only: bool = False
     """Only at tokens of completions with a positive advantage."""
 

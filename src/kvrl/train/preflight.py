@@ -16,8 +16,16 @@ from kvrl.errors import KvrlError
 from kvrl.eval.evaluate import held_out
 from kvrl.footprint import Footprint
 from kvrl.tasks import Task
+from kvrl.train.algorithms import ALGORITHMS
 from kvrl.train.config import Config
 from kvrl.train.data import PromptLimits, PromptStream
+from kvrl.train.distill_settings import DistillSettings
+
+READ_UNDER = {
+    "correction": ("method", "corrected"), "sparse_rl": ("method", "sparse_rl"), "distill": ("method", "shadow_mask"),
+    "breadcrumbs": ("method", "breadcrumbs"), **{name: ("algorithm", name) for name in ALGORITHMS},
+}  # fmt: skip
+"""section -> the field and the value of it under which the section is read."""
 
 
 def preflight(config: Config, model: nn.Module, tokenizer: Any, task: Task, say: Callable[[str], object]) -> None:
@@ -93,11 +101,32 @@ def unclosed(cache: CacheConfig, new: int) -> list[str]:
     ]
 
 
+def unread(config: Config) -> list[str]:
+    """Fields that were set to something and that nothing reads, as they are another method's or algorithm's."""
+    out = []
+    for name, (field, value) in READ_UNDER.items():
+        section, own = getattr(config, name), getattr(config, field)
+        usual = type(section)()
+        if own != value and (changed := [key for key in section.__class__.model_fields
+                                         if getattr(section, key) != getattr(usual, key)]):  # fmt: skip
+            out.append(
+                f"{name}.{changed[0]}: is read under {field} {value} alone, and {field} is {own}; set {field} to "
+                f"{value}, or leave it out"
+            )
+    distill = config.distill
+    if distill.average_decay != DistillSettings().average_decay and distill.teacher_weights != "average":
+        out.append(
+            f"distill.average_decay: is read where distill.teacher_weights is average alone, and it is "
+            f"{distill.teacher_weights}; set distill.teacher_weights to average, or leave it out"
+        )
+    return out
+
+
 def warnings_of(config: Config, model: nn.Module, prompt: int) -> list[str]:
     """What runs, but not as it was meant, with a longest prompt of that many tokens."""
     new, cache = config.sampling.max_completion_length, config.replayed_cache
     length = max(prompt, config.rollout.max_prompt_length or 0) + new
-    out = []
+    out = unread(config)
     if cache.is_beacon:
         out += unclosed(cache, new)
     elif not cache.is_dense and num_events(length - 1, cache.budget, cache.buffer) == 0:

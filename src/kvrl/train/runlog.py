@@ -26,6 +26,12 @@ COLUMNS = (
     ("max", "parity/max", "{:.1e}"),
     ("|dense-sparse|", "dense_mismatch", "{:.3f}"),
 )
+FAULTS = (
+    ("reward errors", "reward_errors", "{:.0f}"),
+    ("dropped", "samples_dropped", "{:.0f}"),
+    ("updates skipped so far", "updates_skipped", "{:.0f}"),
+)
+"""Shown where they are not 0."""
 
 
 class RunLog:
@@ -61,6 +67,7 @@ class RunLog:
         """Show one step and keep all its metrics."""
         self.keep({"step": step, **metrics})
         shown = [f"{label} {form.format(metrics[name])}" for label, name, form in COLUMNS if name in metrics]
+        shown += [f"{label} {form.format(value)}" for label, name, form in FAULTS if (value := metrics.get(name, 0))]
         if "kl/mean" not in metrics:
             shown.insert(1, "kl off")  # grpo.beta is 0: there is no reference
         self.console.print(f"step {step:>4}  " + "  ".join(shown), soft_wrap=True)
