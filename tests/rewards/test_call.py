@@ -117,7 +117,9 @@ def test_an_exception_of_the_whole_batch() -> None:
             raise RuntimeError("two\nlines")
         return [1.0]
 
-    with pytest.raises(KvrlError, match="alone: raised RuntimeError: two lines on a batch of 3, but on no single"):
+    with pytest.raises(
+        KvrlError, match=r"alone: raised RuntimeError: two lines \(test_call.*\) on a batch of 3, but on no"
+    ):
         run(alone)
     scores = run(alone, on_error="drop")
     same(scores.rewards, [NAN, NAN, NAN])
@@ -408,7 +410,7 @@ def test_the_function_s_own_timeout_is_an_exception_like_any_other() -> None:
         raise asyncio.TimeoutError("socket")
 
     for func in (sync, remote):
-        with pytest.raises(KvrlError, match="raised TimeoutError: socket for sample 0"):
+        with pytest.raises(KvrlError, match=r"raised TimeoutError: socket \(test_call.py:\d+\) for sample 0"):
             run(func, timeout=20)
 
 

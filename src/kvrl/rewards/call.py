@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
 import functools
 import inspect
 import math
@@ -28,6 +30,9 @@ RESERVED = ("completions", "prompts", "self")
 
 OF_TRL = ("completion_ids", "trainer_state", "log_extra", "log_metric")
 """Arguments of TRL's that there are none of here."""
+
+MACHINERY = [Path(module).parent for module in (__file__, asyncio.__file__, concurrent.futures.__file__)]
+"""Folders of what calls a function: their lines are not the user's."""
 
 EXCERPT = 60  # characters of a prompt or an answer in a message
 
@@ -260,8 +265,9 @@ def _blamed() -> Iterator[None]:
 def _where(error: BaseException) -> str:
     """The user's line that an exception passed through first; nothing where the call itself failed."""
     for frame in traceback.extract_tb(error.__traceback__):
-        if not Path(frame.filename).is_relative_to(Path(__file__).parent):
-            return f" ({Path(frame.filename).name}:{frame.lineno})"
+        file = Path(frame.filename)
+        if file.parent not in MACHINERY:
+            return f" ({file.name}:{frame.lineno})"
     return ""
 
 

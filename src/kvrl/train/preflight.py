@@ -23,9 +23,9 @@ from kvrl.train.distill_settings import DistillSettings
 
 READ_UNDER = {
     "correction": ("method", "corrected"), "sparse_rl": ("method", "sparse_rl"), "distill": ("method", "shadow_mask"),
-    "breadcrumbs": ("method", "breadcrumbs"), **{name: ("algorithm", name) for name in ALGORITHMS},
+    **{name: ("algorithm", name) for name in ALGORITHMS},
 }  # fmt: skip
-"""section -> the field and the value of it under which the section is read."""
+"""section -> the field and the value of it under which the section is read; `breadcrumbs` is refused elsewhere."""
 
 
 def preflight(config: Config, model: nn.Module, tokenizer: Any, task: Task, say: Callable[[str], object]) -> None:
