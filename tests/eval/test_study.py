@@ -357,7 +357,7 @@ def test_table_shows_every_variant_and_what_was_tried():
     results = {
         "tis": {
             "values": {"correction.bounds": [None, 2.0]},
-            "tried": [SimpleNamespace(values={"correction.bounds": [None, 2.0]}, score=0.25)],
+            "tried": [SimpleNamespace(values={"correction.bounds": [None, 2.0]}, score=0.25)] * 2,
             "outcomes": {
                 0: outcome(0.25, 0.75, [0.5, 0.1], **{"correction/share_rejected": 0.5}),
                 1: outcome(0.35, 0.85),
@@ -367,8 +367,9 @@ def test_table_shows_every_variant_and_what_was_tried():
     rows = {name: study_report.summarise(result) for name, result in results.items()}
     line = study_report.main_table(rows).splitlines()[-1]
     assert "0.300 ± 0.635" in line and "0.800 ± 0.635" in line and ".25 .35" in line  # t(1) = 12.706
-    assert "1 of 2" in line and "50.0%" in line and "bounds [None, 2.0]" in line
-    assert "0.250" in study_report.tuning_table(rows)[0]
+    assert "1 of 2" in line and "50.0%" in line and "bounds [null, 2.0]" in line
+    (table,) = study_report.tuning_table(rows)
+    assert table.splitlines()[2:] == ["| tis | bounds [null, 2.0] | 0.250 |"]
 
 
 def test_tables_go_between_their_markers_alone(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import statistics
@@ -124,15 +125,15 @@ def decoding_table(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def tuning_table(rows: dict[str, dict[str, Any]]) -> list[str]:
-    """Every setting that was tried, if any was."""
+    """Every setting that was tried, if any was, once: each field's turn begins from the best so far."""
     body = [
-        [name, settings(tried["values"]), f"{tried['score']:.3f}"]
+        [name, setting, f"{score:.3f}"]
         for name, row in rows.items()
-        for tried in row["tried"]
+        for setting, score in {settings(tried["values"]): tried["score"] for tried in row["tried"]}.items()
     ]
     return [markdown(["variant", "tried on the tuning seeds", "score"], body)] if body else []
 
 
 def settings(values: dict[str, Any]) -> str:
-    """`field value` pairs, without the sections' names."""
-    return ", ".join(f"{key.rsplit('.', 1)[-1]} {value}" for key, value in values.items())
+    """`field value` pairs, as in YAML and without the sections' names."""
+    return ", ".join(f"{key.rsplit('.', 1)[-1]} {json.dumps(value)}" for key, value in values.items())
