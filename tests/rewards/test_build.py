@@ -78,7 +78,11 @@ def test_a_file_is_read_again_and_nothing_is_left_beside_it(file: Path, monkeypa
 def test_settings_reach_the_call(file: Path) -> None:
     file.write_text("def odd(completions, **kwargs):\n    return [1.0, float('nan')]\n")
     rewards = rewards_of(f"{file}:odd", "task", weights=[2.0, 0.5], on_error="drop")
-    assert rewards(["a", "b"], COLUMNS).rewards.tolist() == [52.0, 50.0]
+    with pytest.warns(UserWarning) as told:
+        assert rewards(["a", "b"], COLUMNS).rewards.tolist() == [52.0, 50.0]
+        assert rewards(["a", "b"], COLUMNS).errors == 1
+    assert len(told) == 1  # of the first error that is dropped
+    assert str(told[0].message).startswith("reward.funcs.odd: returned nan for sample 1 (prompt 'q'); counted as None")
     file.write_text("import time\ndef slow(completions, **kwargs):\n    time.sleep(5)\n")
     with pytest.raises(KvrlError, match="slow: took over 0.01 s"):
         rewards_of(f"{file}:slow", timeout=0.01)(["a", "b"], COLUMNS)

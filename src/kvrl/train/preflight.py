@@ -107,8 +107,8 @@ def unread(config: Config) -> list[str]:
     for name, (field, value) in READ_UNDER.items():
         section, own = getattr(config, name), getattr(config, field)
         usual = type(section)()
-        if own != value and (changed := [key for key in section.__class__.model_fields
-                                         if getattr(section, key) != getattr(usual, key)]):  # fmt: skip
+        changed = [key for key in type(section).model_fields if getattr(section, key) != getattr(usual, key)]
+        if own != value and changed:
             out.append(
                 f"{name}.{changed[0]}: is read under {field} {value} alone, and {field} is {own}; set {field} to "
                 f"{value}, or leave it out"
