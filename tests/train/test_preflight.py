@@ -125,6 +125,12 @@ def test_a_run_warns_before_its_warm_start(tmp_path):
     assert said[0].startswith("warning: cache.budget + cache.buffer: 12 + 600") and "warm start" in said[1]
 
 
+def test_a_run_warns_of_fields_that_nothing_reads(tmp_path):
+    said: list[str] = []
+    build(make_config(tmp_path, correction={"preset": "tis"}), said.append)
+    assert said[0].startswith("warning: correction.preset: is read under method corrected alone")
+
+
 def test_a_runs_folder_is_told_from_its_models(tmp_path):
     config = make_config(tmp_path / "run")
     make_output_dir(tmp_path / "run")

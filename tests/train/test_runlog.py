@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from kvrl.eval.report import WIDTH, widened
+from kvrl.train.runlog import RunLog
 from kvrl.train.trainer import train
 from runs import make_config, metrics_of, noisy_rewards
 
@@ -24,6 +25,16 @@ def test_without_a_terminal_lines_are_wide_unless_the_user_says(monkeypatch):
     assert widened(terminal).width == before
     monkeypatch.setenv("COLUMNS", "90")
     assert widened(Console(file=io.StringIO())).width == 90
+
+
+def test_a_step_shows_what_went_wrong_and_nothing_where_nothing_did(tmp_path):
+    shown = io.StringIO()
+    with RunLog(tmp_path, 2, Console(file=shown)) as log:
+        log.step(1, {"reward": 0.5, "reward_errors": 0.0, "samples_dropped": 0.0, "updates_skipped": 0.0})
+        log.step(2, {"reward": 0.5, "reward_errors": 3.0, "samples_dropped": 4.0, "updates_skipped": 1.0})
+    first, second = shown.getvalue().splitlines()
+    assert first == "step    1  reward 0.500  kl off"
+    assert second == "step    2  reward 0.500  kl off  reward errors 3  dropped 4  updates skipped so far 1"
 
 
 def test_a_run_shows_each_table_once_and_its_metrics_are_explained(tmp_path, monkeypatch, capsys):
