@@ -128,7 +128,7 @@ def test_the_command(tmp_path, capsys):
     assert "sequences of up to 20 + 100 tokens: 64 slots, 64 in a micro-batch" in out
     assert "in 1.00 GiB: everything fits" in out and "with this cache" in out
     assert main(["plan", str(file), "--memory", "100MiB"]) == 0
-    assert "in 100 MiB: does not fit (backward)" in capsys.readouterr().out
+    assert "in 100 MiB: backward does not fit: lower train.micro_batch_tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text, expected", [

@@ -26,6 +26,13 @@ from kvrl.train.config import Config, load_config
 from kvrl.train.setup import tiny_tokenizer
 
 PROMPT_LENGTH = 512  # where nothing tells
+REMEDIES = {
+    "rollout": "lower rollout.slots or set rollout.kv_memory",
+    "backward": "lower train.micro_batch_tokens, set model.gradient_checkpointing or train adapters (lora)",
+    "optimiser step": "train adapters (lora) or take a smaller model.dtype",
+    "evaluation": "lower rollout.slots or eval.n",
+}
+"""What makes a phase smaller."""
 
 
 @dataclass(frozen=True)
@@ -184,6 +191,7 @@ def lines(plan: Plan) -> list[str]:
     ]
     if plan.memory is not None and plan.fits is not None:
         over = [name for name, total in plan.totals.items() if total > plan.memory]
-        out.append(f"in {size(plan.memory)}: " + (f"does not fit ({', '.join(over)})" if over else "everything fits"))
+        fitting = "; ".join(f"{name} does not fit: {REMEDIES[name]}" for name in over) or "everything fits"
+        out.append(f"in {size(plan.memory)}: {fitting}")
         out.append(f"most slots: {plan.fits['cache']} with this cache, {plan.fits['full']} with the full one")
     return out + plan.notes

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from rich.console import Console
 from torch import Tensor, nn
 from transformers import AutoTokenizer
 
@@ -25,7 +26,9 @@ from kvrl.eval.report import check_figure, to_json
 from kvrl.eval.variance_plot import plot
 from kvrl.learner import logprobs, sampler_logprobs
 from kvrl.models.fetch import resolve_model
+from kvrl.progress import sampling_bar
 from kvrl.sampler.config import SamplingConfig
+from kvrl.sampler.request import Progress
 from kvrl.sampler.rollout import rollout
 from kvrl.sampler.types import Rollout
 from kvrl.tasks import encode_prompt, get_task
@@ -65,13 +68,15 @@ def run_variance(args: argparse.Namespace) -> None:
         raise KvrlError(f"--n: {args.n} is below 2, and a spread needs two samples; raise --n to at least 2")
     name, model, prompts, cache = load(args)
     lengths, sampling = args.lengths, {"seed": args.seed, "longest": args.lengths[-1]}
-    rollouts = sample(model, prompts, cache, **sampling)
+    with sampling_bar(Console(stderr=True)) as on_step:
+        rollouts = sample(model, prompts, cache, on_step=on_step, **sampling)
     evictions = rollouts[0].trace.num_events
     if not any(bool((r.trace.events >= 0).any()) for r in rollouts):
         raise KvrlError(f"--model: {name} keeps its sliding windows alone, so nothing was evicted; use another model")
     rows = spreads("dense", log_ratios(model, rollouts, "dense"), lengths)
     rows += spreads("replay", log_ratios(model, rollouts, "sparse"), lengths)
-    full = sample(model, prompts, cache.as_dense(), **sampling)
+    with sampling_bar(Console(stderr=True)) as on_step:
+        full = sample(model, prompts, cache.as_dense(), on_step=on_step, **sampling)
     rows += spreads("floor", log_ratios(model, full, "sparse"), lengths)
     result = {
         "model": name, "dtype": args.dtype, "policy": cache.policy, "budget": cache.budget, "buffer": cache.buffer,
@@ -127,14 +132,21 @@ def task_prompts(args: argparse.Namespace) -> list[list[int]]:
 
 
 def sample(
-    model: nn.Module, prompts: Sequence[Sequence[int]], cache: CacheConfig, *, seed: int, longest: int
+    model: nn.Module,
+    prompts: Sequence[Sequence[int]],
+    cache: CacheConfig,
+    *,
+    seed: int,
+    longest: int,
+    on_step: Callable[[Progress], None] | None = None,
 ) -> list[Rollout]:
     """One rollout of exactly `longest` tokens for each prompt: an EOS is a token like any other.
 
     A rollout's prefix is the rollout of that length: neither log-probs nor evictions look ahead.
     """
     sampling = SamplingConfig(max_completion_length=longest, eos_token_ids=[])
-    return rollout(model, prompts, cache=cache, sampling=sampling, seed=seed, slots=min(MAX_SLOTS, len(prompts)))
+    slots = min(MAX_SLOTS, len(prompts))
+    return rollout(model, prompts, cache=cache, sampling=sampling, seed=seed, slots=slots, on_step=on_step)
 
 
 @torch.no_grad()
