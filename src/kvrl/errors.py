@@ -1,4 +1,4 @@
-"""The one exception type for mistakes that the user can mend."""
+"""The exception for mistakes that the user can mend, and the one of them after which a run can go on."""
 
 
 class KvrlError(ValueError):
@@ -6,3 +6,7 @@ class KvrlError(ValueError):
 
     The command line prints it without a traceback and exits with code 2.
     """
+
+
+class RewardError(KvrlError):
+    """The rewards of a rollout batch could not be had: no weight has changed since the step before."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvrl.errors import KvrlError
 from kvrl.objectives import LossNormaliser, mean_metrics, merge_metrics, policy_loss
 
-LOSS_TYPES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+LOSS_TYPES = ["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
 MAX_LENGTH = 10
 
 # Two sequences of 3 and 1 tokens and one masked out. Ratios 1.5, 0.5, 1 and 2; A = 1 and -2; e = h = 0.2.
@@ -46,6 +46,8 @@ def hand_value(loss_type: str) -> float:
     if loss_type == "gspo":
         # Geometric mean (1.5 * 0.5 * 1)^(1/3) = 0.9086 is inside the range; 2 with A < 0 is not cut.
         return -(0.75 ** (1 / 3) - 4.0) / 2
+    if loss_type == "rloo":  # the product 0.75 is below the range, which A > 0 does not mind; once for each token
+        return -(3 * 0.75 + 1 * -4.0) / 2
     # cispo: min(r, 1.2) * A * logp.
     logps = [-1.0 + math.log(1.5), -2.0 + math.log(0.5), -3.0, -0.5 + math.log(2.0)]
     return -(1.2 * logps[0] + 0.5 * logps[1] + 1.0 * logps[2] + 1.2 * -2.0 * logps[3]) / 4
@@ -69,6 +71,7 @@ def test_gradient_by_hand_at_ratio_one(loss_type: str) -> None:
         "dr_grpo": [1 / 20, 1 / 20],
         "dapo": [1 / 4, 1 / 4],
         "cispo": [1 / 4, 1 / 4],
+        "rloo": [1 / 2, 1 / 2],
     }[loss_type]
     expected = torch.zeros(3, 3, dtype=torch.float64)
     expected[0] = -1.0 * per_token[0]
@@ -109,6 +112,35 @@ def test_cispo_gradient_against_finite_differences() -> None:
         shift[i, j] = step
         difference = (value(logps.detach() + shift) - value(logps.detach() - shift)) / (2 * step)
         assert gradient[i, j].item() == pytest.approx(difference.item(), abs=1e-8)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_rloo_gradient_is_that_of_one_ratio_per_completion(sign: float, weighted: bool) -> None:
+    """Finite differences of mean(-min(R A, clip(R) A)), R the product of the tokens' ratios; weights weigh tokens."""
+    logps = (OLD + RATIOS.log()).requires_grad_()
+    weights = torch.tensor([[2.0, 0.0, 3.0], [0.5, 9.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
+    given = {"token_weights": weights} if weighted else {}
+    loss, metrics = loss_of(logps, loss_type="rloo", advantages=sign * ADVANTAGES, **given)
+    (gradient,) = torch.autograd.grad(loss, logps)
+
+    def value(x: Tensor) -> float:
+        total = 0.0
+        for row, length, advantage in ((0, 3, 1.0), (1, 1, -2.0)):
+            ratio, a = math.exp(float((x - OLD)[row, :length].sum())), sign * advantage
+            total -= min(ratio * a, min(max(ratio, 0.8), 1.2) * a) / 2
+        return total
+
+    step = 1e-6
+    for i, j in [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0)]:
+        shift = torch.zeros(3, 3, dtype=torch.float64)
+        shift[i, j] = step
+        slope = (value(logps.detach() + shift) - value(logps.detach() - shift)) / (2 * step)
+        expected = slope * (float(weights[i, j]) if weighted else 1.0)
+        assert gradient[i, j].item() == pytest.approx(expected, abs=1e-8)
+    summary = mean_metrics(metrics)
+    assert summary["ratio/mean"] == pytest.approx((0.75 + 2.0) / 2)  # of the completions, whatever their length
+    assert summary["clip_low/mean"] == (0.0 if sign > 0 else 1 / 2)  # 0.75 with A < 0
 
 
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
@@ -196,6 +228,7 @@ def test_advantage_zero_leaves_the_kl_term(loss_type: str) -> None:
         "dr_grpo": sum(kl) / 20,
         "dapo": sum(kl) / 4,
         "cispo": sum(kl) / 4,
+        "rloo": sum(kl) / 2,
     }[loss_type]
     assert loss.item() == pytest.approx(0.1 * expected, rel=1e-12)
     assert mean_metrics(metrics)["kl/mean"] == pytest.approx(sum(kl) / 4, rel=1e-12)
@@ -317,15 +350,16 @@ def test_garbage_outside_the_mask_reaches_nothing(loss_type: str, padding: float
     def dirty(x: Tensor) -> Tensor:
         return torch.where(MASK, x, padding)
 
-    advantages = ADVANTAGES.clone() if loss_type == "gspo" else dirty(TOKEN_ADVANTAGES)
-    if loss_type == "gspo":
+    whole = loss_type in ("gspo", "rloo")
+    advantages = ADVANTAGES.clone() if whole else dirty(TOKEN_ADVANTAGES)
+    if whole:
         advantages[2] = padding  # of a sequence without active tokens
     weights = torch.full((3, 3), 0.5, dtype=torch.float64)
     arguments: dict[str, Any] = {"loss_type": loss_type, "beta": 0.1}
     clean = OLD + RATIOS.log()
     expected, expected_metrics = loss_of(
         clean.requires_grad_(),
-        advantages=ADVANTAGES if loss_type == "gspo" else TOKEN_ADVANTAGES,
+        advantages=ADVANTAGES if whole else TOKEN_ADVANTAGES,
         token_weights=weights,
         ref_logps=OLD,
         **arguments,
@@ -346,15 +380,16 @@ def test_garbage_outside_the_mask_reaches_nothing(loss_type: str, padding: float
 
 
 def test_wrong_arguments_are_refused() -> None:
-    with pytest.raises(KvrlError, match=r"loss_type: gspo has one ratio per sequence"):
-        loss_of(OLD, advantages=TOKEN_ADVANTAGES, loss_type="gspo")
+    for loss_type in ("gspo", "rloo"):
+        with pytest.raises(KvrlError, match=rf"loss_type: {loss_type} has one ratio per sequence"):
+            loss_of(OLD, advantages=TOKEN_ADVANTAGES, loss_type=loss_type)
     with pytest.raises(KvrlError, match=r"loss_type: 'ppo' is unknown"):
         loss_of(OLD, loss_type="ppo")
     with pytest.raises(KvrlError, match=r"beta: 0\.1 needs the reference"):
         loss_of(OLD, loss_type="grpo", beta=0.1)
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
 @pytest.mark.parametrize("moved", [95.0, -95.0])
 def test_ratios_that_exp_cannot_hold_give_finite_gradients(loss_type, advantage, moved):

@@ -83,7 +83,7 @@ def test_a_section_of_another_algorithm_may_stand_unused(tmp_path):
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "rloo", "ppo"])
-@pytest.mark.parametrize("method", ["dense", "naive", "shadow_mask"])
+@pytest.mark.parametrize("method", METHODS)
 def test_with_one_update_every_ratio_is_one(tmp_path, monkeypatch, algorithm, method):
     noisy_rewards(monkeypatch)
     run = run_of(tmp_path, algorithm, method, {"num_iterations": 1})

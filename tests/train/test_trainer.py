@@ -16,7 +16,7 @@ from kvrl.train.update import update
 from runs import make_config, metrics_of, noisy_rewards
 
 
-@pytest.mark.parametrize("method", ["dense", "naive", "corrected", "shadow_mask"])
+@pytest.mark.parametrize("method", ["dense", "naive", "corrected", "sparse_rl", "shadow_mask"])
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "gspo", "cispo"])
 def test_every_method_trains_under_every_loss(tmp_path, monkeypatch, method, loss_type):
     noisy_rewards(monkeypatch)
@@ -31,9 +31,8 @@ def test_every_method_trains_under_every_loss(tmp_path, monkeypatch, method, los
     else:
         assert metrics["dense_mismatch"] > 1e-3 and metrics["evictions"] > 0
     # One update: the old log-probs are the learner's own, whatever the mismatch with the sampler
-    if method in ("dense", "shadow_mask", "naive"):
-        assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
-    else:
+    assert metrics["ratio/min"] == metrics["ratio/max"] == 1.0
+    if method in ("corrected", "sparse_rl"):
         assert metrics["correction/ratio_max"] > 1.001
 
 
@@ -60,6 +59,34 @@ def test_gradient_checkpointing_changes_nothing(tmp_path, monkeypatch):
         results.append(trainer.train_step(run, 1))
     assert results[0]["grad_norm"] == pytest.approx(results[1]["grad_norm"], rel=1e-5)
     assert results[0]["loss"] == pytest.approx(results[1]["loss"], abs=1e-7)
+
+
+@pytest.mark.parametrize("failing", [1, 3])
+def test_a_run_whose_rewards_fail_goes_on_from_its_last_step(tmp_path, monkeypatch, failing):
+    """A judge that is down loses nothing, not even a warm start, and no checkpoint was asked for."""
+    from kvrl.tasks.recurrence import Recurrence
+
+    noisy_rewards(monkeypatch)
+    changes = {"train": {"max_steps": 4, "lr_scheduler": "linear"}, "grpo": {"dynamic_sampling": {"max_rounds": 2}}}
+    train(make_config(tmp_path / "whole", **changes))
+    whole, given, calls = metrics_of(tmp_path / "whole"), Recurrence.reward, []
+
+    def reward(self, completions, **columns):
+        calls.append(1)
+        if len(calls) == failing:
+            raise KvrlError("reward.funcs.judge: http://localhost:1 does not answer")
+        return given(self, completions, **columns)
+
+    monkeypatch.setattr("kvrl.tasks.recurrence.Recurrence.reward", reward)
+    kept = tmp_path / "cut" / "checkpoints" / f"step-{failing - 1:06d}"
+    with pytest.raises(KvrlError, match=f"does not answer; .*{kept}.*--checkpoint.resume latest"):
+        train(make_config(tmp_path / "cut", **changes))
+    assert not (tmp_path / "cut" / "model").exists()
+    train(make_config(tmp_path / "cut", checkpoint={"resume": "latest"}, **changes))
+    resumed = metrics_of(tmp_path / "cut")
+    assert [m["step"] for m in resumed] == [m["step"] for m in whole] == [1, 2, 3, 4]
+    for name in ("loss", "reward", "grad_norm", "learning_rate", "position"):
+        assert [m[name] for m in resumed] == pytest.approx([m[name] for m in whole], rel=1e-6, abs=1e-9)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from kvrl.errors import KvrlError
 from kvrl.objectives.kl import k3
 
-LossType = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"]
+LossType = Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo"]
 
 Metrics = dict[str, Tensor]
 """Scalars named "what/sum", "what/count", "what/min" or "what/max", which add up over micro-batches."""
@@ -71,6 +71,9 @@ def policy_loss(
     - dapo (arXiv 2503.14476, eq. 8): the same term, averaged over all tokens of the step.
     - gspo (arXiv 2507.18071, eq. 5-7): one ratio per sequence, exp(mean of logps - old_logps), clipped
       likewise, averaged over sequences; every token of a sequence has the same weight in the gradient.
+    - rloo (arXiv 2402.14740): the completion is one action, so one ratio per sequence, exp(sum of logps - old_logps),
+      clipped likewise; its term, once for each token, summed and averaged over sequences. The gradient is that of
+      one term per sequence, but for token_weights, each of which weighs its own token's part.
     - cispo (arXiv 2506.13585, eq. 4-5): -sg(min(r, 1+h)) A logps, averaged over all tokens; no lower bound,
       as in the paper's experiments, so `epsilon` serves only as the default of h. TRL's cispo clips at
       `epsilon_high` itself: its 5.0 is 4.0 here.
@@ -79,16 +82,16 @@ def policy_loss(
     accumulation steps; where data parallelism averages gradients, count the normaliser over all processes
     and multiply the loss by their number. A micro-batch without active tokens gives loss 0 and gradient 0.
 
-    Metrics, before any clipping: ratio (of sequences for gspo), clip_low and clip_high (ratios at which
+    Metrics, before any clipping: ratio (of sequences for gspo and rloo), clip_low and clip_high (ratios at which
     clipping acts: below the range with A < 0, above it with A > 0; for cispo above it whatever A), and kl
     if `ref_logps` is given. Raises KvrlError for an unknown loss_type, for a beta without `ref_logps`, and for
-    gspo with an advantage per token.
+    gspo or rloo with an advantage per token.
     """
     if beta and ref_logps is None:
         raise KvrlError(f"beta: {beta} needs the reference policy's log-probs; pass ref_logps or set it to 0")
-    if loss_type == "gspo" and advantages.dim() == 2:
+    if loss_type in ("gspo", "rloo") and advantages.dim() == 2:
         raise KvrlError(
-            "loss_type: gspo has one ratio per sequence, which would average an advantage per token away; "
+            f"loss_type: {loss_type} has one ratio per sequence, which would average an advantage per token away; "
             "use dapo, grpo, dr_grpo or cispo, or an algorithm with one advantage per completion"
         )
     upper = 1.0 + (epsilon if epsilon_high is None else epsilon_high)
@@ -99,27 +102,31 @@ def policy_loss(
     if loss_type == "gspo":
         log_ratio = (log_ratio.sum(-1) / lengths)[:, None]  # [N, 1]
         units = mask.any(-1, keepdim=True)  # [N, 1]
+    elif loss_type == "rloo":  # every token has the completion's ratio and its own gradient
+        log_ratio = log_ratio.detach().sum(-1, keepdim=True) + (log_ratio - log_ratio.detach())  # [N, C]
+        units = mask.any(-1, keepdim=True)  # [N, 1]
     # exp overflows at 88, and its gradient times a clipped term's 0 is then NaN.
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()  # [N, C] or [N, 1]
     advantage = advantages if advantages.dim() == 2 else advantages[:, None]  # [N, C] or [N, 1]
-    advantage = torch.where(units, advantage, 0)  # [N, C], or [N, 1] for gspo
+    advantage = torch.where(units, advantage, 0)  # [N, C], or [N, 1] for gspo and rloo
 
+    measured = ratio[:, : units.shape[1]]  # [N, C] or [N, 1]
     if loss_type == "cispo":
         objective = ratio.clamp(max=upper).detach() * advantage * logps  # [N, C]
         clipped_low = torch.zeros_like(units)
-        clipped_high = ratio > upper
+        clipped_high = measured > upper
     else:
         clipped = ratio.clamp(1.0 - epsilon, upper)
         objective = torch.minimum(ratio * advantage, clipped * advantage)  # [N, C] or [N, 1]
-        clipped_low = (ratio < 1.0 - epsilon) & (advantage < 0)
-        clipped_high = (ratio > upper) & (advantage > 0)
+        clipped_low = (measured < 1.0 - epsilon) & (advantage < 0)
+        clipped_high = (measured > upper) & (advantage > 0)
 
     loss = -objective.expand_as(logps)  # [N, C]
     if token_weights is not None:
         loss = loss * torch.where(mask, token_weights, 0)
     metrics = {
-        **extremes("ratio", ratio, units),
-        **total("ratio", ratio, units),
+        **extremes("ratio", measured, units),
+        **total("ratio", measured, units),
         **total("clip_low", clipped_low, units),
         **total("clip_high", clipped_high, units),
     }
@@ -170,10 +177,12 @@ def _denominator(loss_type: LossType, lengths: Tensor, normaliser: LossNormalise
             return lengths * sequences
         case "dr_grpo":
             return torch.full_like(lengths, sequences * max_length)
+        case "rloo":
+            return torch.full_like(lengths, sequences)
         case "dapo" | "cispo":
             return torch.full_like(lengths, tokens)
         case _:
-            raise KvrlError(f"loss_type: {loss_type!r} is unknown; use one of grpo, dr_grpo, dapo, gspo, cispo")
+            raise KvrlError(f"loss_type: {loss_type!r} is unknown; use one of grpo, dr_grpo, dapo, gspo, cispo, rloo")
 
 
 def total(name: str, values: Tensor, where: Tensor) -> Metrics:

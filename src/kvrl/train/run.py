@@ -85,6 +85,16 @@ class Run:
         """What is saved, by the folder's name: what was trained for, and a separate student's teacher."""
         return {MODEL: self.model} if self.student is None else {MODEL: self.student, TEACHER: self.model}
 
+    def state(self) -> dict[str, int]:
+        """Where the run stands between two steps, beside what its models and optimiser hold."""
+        prompts = self.prompts
+        return {
+            "position": prompts.position,
+            "dropped": prompts.dropped,
+            "block": prompts.block,
+            "skipped": self.skipped,
+        }
+
     @contextlib.contextmanager
     def writer(self) -> Iterator[nn.Module]:
         """The model that rollouts are sampled from: the policy, or the start where it teaches and no reward does.

@@ -12,6 +12,7 @@ from rich.console import Console
 from torch import Tensor
 
 from kvrl.attention.probe import find_routers
+from kvrl.errors import KvrlError, RewardError
 from kvrl.eval.evaluate import Evaluation, evaluate
 from kvrl.rewards.call import Scores
 from kvrl.sampler.rollout import rollout
@@ -141,7 +142,10 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Scores]:
         )
     texts = [completion_text(run.tokenizer, r) for r in rollouts]
     columns = columns_of([row.row for row in rows for _ in range(config.settings.num_generations)])
-    return rollouts, run.rewards(texts, columns)
+    try:
+        return rollouts, run.rewards(texts, columns)
+    except KvrlError as error:
+        raise RewardError(str(error)) from error
 
 
 def sampler_metrics(rounds: list[list[Rollout]]) -> dict[str, float]:
@@ -171,11 +175,19 @@ def evaluate_now(run: Run) -> list[Evaluation]:
     return done
 
 
+def save(run: Run, output_dir: Path, step: int, state: dict[str, int]) -> Path:
+    """Write the checkpoint of a step; returns its folder. state: `Run.state` when that step was over."""
+    return save_checkpoint(
+        output_dir, step, models=run.models, tokenizer=run.tokenizer, optimizer=run.optimizer, scheduler=run.scheduler,
+        state=state, config=run.config, critic=run.critic, distiller=run.distiller,
+    )  # fmt: skip
+
+
 def train(config: Config) -> dict[str, Any]:
     """Run a configuration to its end; returns the evaluations at start and end.
 
     Writes metrics.jsonl, checkpoints/, model/, summary.json and figures to output_dir. KvrlError for a folder
-    that holds another run, before anything is changed.
+    that holds another run, before anything is changed, and for rewards that cannot be had, after a checkpoint.
     """
     from kvrl.eval.report import widened, write_report
 
@@ -199,16 +211,18 @@ def train(config: Config) -> dict[str, Any]:
         if done == 0:
             evaluate_at(0)
         for step in range(done + 1, config.train.max_steps + 1):
-            log.step(step, train_step(run, step))
+            before = run.state()
+            try:
+                log.step(step, train_step(run, step))
+            except RewardError as error:
+                kept = save(run, output_dir, step - 1, before)
+                raise KvrlError(
+                    f"{error}; what {step - 1} steps gave is in {kept}: --checkpoint.resume latest"
+                ) from error
             if config.eval.every and step % config.eval.every == 0 and step < config.train.max_steps:
                 evaluate_at(step)
             if config.checkpoint.every and step % config.checkpoint.every == 0:
-                state = {"position": run.prompts.position, "dropped": run.prompts.dropped, "skipped": run.skipped,
-                         "block": run.prompts.block}  # fmt: skip
-                save_checkpoint(
-                    output_dir, step, models=run.models, tokenizer=run.tokenizer, optimizer=run.optimizer,
-                    scheduler=run.scheduler, state=state, config=config, critic=run.critic, distiller=run.distiller,
-                )  # fmt: skip
+                save(run, output_dir, step, run.state())
         save_models(output_dir, run.models, run.tokenizer)
         evaluate_at(config.train.max_steps)
         summary = write_report(output_dir, log.say)

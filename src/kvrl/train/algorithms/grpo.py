@@ -35,4 +35,5 @@ class Grpo(PolicyGradient):
 
     def loss_type(self) -> tuple[str, int]:
         """As configured; Dr. GRPO divides by the longest completion allowed."""
-        return self.settings.loss_type, self.config.sampling.max_completion_length
+        own = "grpo" if self.config.method == "sparse_rl" else "dapo"
+        return self.settings.loss_type or own, self.config.sampling.max_completion_length

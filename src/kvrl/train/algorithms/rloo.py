@@ -49,5 +49,5 @@ class Rloo(PolicyGradient):
         return Fixed(mask, views, step, advantages=compared.values, metrics=metrics)
 
     def loss_type(self) -> tuple[str, int]:
-        """Summed over the tokens of a completion and averaged over completions."""
-        return "dr_grpo", 1
+        """One ratio for each completion, as TRL's trainer has it."""
+        return "rloo", 1

@@ -48,8 +48,9 @@ class ClippedSettings(AlgorithmSettings):
 
 
 class GrpoSettings(ClippedSettings):
-    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] = "dapo"
-    """How tokens are weighted and ratios clipped."""
+    loss_type: Literal["grpo", "dr_grpo", "dapo", "gspo", "cispo"] | None = None
+    """How tokens are weighted and ratios clipped. Default: grpo under method sparse_rl, whose objective it is (arXiv
+    2601.10079, section 3), else dapo."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Standard deviation that divides the advantages: the group's, the batch's, or none."""
     dynamic_sampling: DynamicSampling | None = None
