@@ -12,6 +12,9 @@ from kvrl.errors import KvrlError
 from kvrl.eval.benchmark import BENCHMARKS, SetResult, benchmark_table, load_sets, means
 from kvrl.eval.evaluate import Evaluation
 from kvrl.models.tiny import make_tiny
+from kvrl.train.run import build
+from kvrl.train.trainer import train
+from runs import make_config
 
 # name of the file -> its rows in that set's own form, and the right answers
 FILES = {
@@ -136,3 +139,35 @@ def test_parameters_that_are_unknown_or_the_benchmark_s_own_are_refused(folder, 
     for source in (str(folder), None):
         with pytest.raises(KvrlError, match=message):
             load_sets("math7", source, params)
+
+
+def test_a_training_run_meets_the_sets_at_its_end(folder, monkeypatch):
+    pytest.importorskip("math_verify")
+    make_tiny(folder / "model", ["a", "1"], 0)
+    monkeypatch.setattr("kvrl.eval.evaluate.completion_text", lambda tokenizer, rollout: "\\boxed{5, 9}")
+    params = {"min_steps": 3, "max_steps": 4}
+    settings = {"n": 0, "benchmark": "math7", "benchmark_dir": str(folder), "benchmark_n": 1,
+                "benchmark_params": {"chat": False}}  # fmt: skip
+    config = make_config(
+        folder / "run", model={"path": str(folder / "model")}, warm_start=None, eval=settings,
+        task={"name": "recurrence", "params": params}, train={"max_steps": 1}, sampling={"max_completion_length": 8},
+    )  # fmt: skip
+    train(config)
+    result = json.loads((folder / "run" / "benchmark.json").read_text())
+    assert list(result["sets"]) == NAMES and result["mean"] == pytest.approx({"12": 1 / 7, "full": 1 / 7})
+
+
+def test_a_training_run_tells_what_its_benchmark_lacks(folder, monkeypatch):
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr("kvrl.train.run.load_policy", lambda *_: pytest.fail("a model was loaded"))
+    (folder / "minerva_math_test.jsonl").unlink()
+    for given, message in (
+        ({"benchmark": "math8"}, "eval.benchmark: math8 is not one of math7"),
+        (
+            {"benchmark_dir": str(folder)},
+            "eval.benchmark_dir: .* no file of minerva .* leave eval.benchmark_dir out",
+        ),
+        ({"benchmark_dir": str(folder), "benchmark_params": {"levels": [3]}}, "gsm8k has no such parameter"),
+    ):
+        with pytest.raises(KvrlError, match=message):
+            build(make_config(folder / "run", eval={"benchmark": "math7", **given}), lambda _: None)

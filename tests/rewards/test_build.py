@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Mapping
@@ -8,12 +9,18 @@ from typing import Any
 
 import pytest
 
+from kvrl.cli import main
 from kvrl.errors import KvrlError
+from kvrl.models.tiny import make_tiny
 from kvrl.rewards import REWARDS, Reward, get_reward
 from kvrl.rewards.base import require
 from kvrl.rewards.build import build_rewards
 from kvrl.rewards.config import RewardSettings
-from kvrl.train.run import build
+from kvrl.rewards.judge import Judge
+from kvrl.rewards.pairs import Preferences
+from kvrl.tasks import get_task
+from kvrl.train.run import build, check_scored_alone
+from kvrl.train.trainer import train
 from runs import make_config
 
 COLUMNS = {"prompt": ["p", "q"], "answer": ["paris", "rome"]}
@@ -219,3 +226,56 @@ def test_a_package_that_lacks_a_package_of_its_own_is_not_called_missing(
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ModuleNotFoundError, match="kvrl_test_nothing"):
         require("kvrl_test_broken", "rewards", "rouge_l")
+
+
+@pytest.fixture
+def unanswered(tmp_path: Path, file: Path) -> dict[str, Any]:
+    """A run on prompts without answers, which a function of the user's scores."""
+    words = [str(n) for n in range(10)]
+    make_tiny(tmp_path / "model", words, 0)
+    rows = [{"prompt": f"{a} {b}", "topic": a} for a in words for b in words]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("def number(completions, topic, **kwargs):\n    return [float(t) for t in topic]\n")
+    return {
+        "model": {"path": str(tmp_path / "model")}, "warm_start": None, "train": {"max_steps": 1},
+        "task": {"name": "jsonl", "params": {"path": str(tmp_path / "rows.jsonl"), "answers": False}},
+        "reward": {"funcs": [f"{file}:number"]}, "sampling": {"max_completion_length": 8},
+        "cache": {"policy": "rkv", "budget": 6, "buffer": 2, "window": 2, "sinks": 2}, "eval": {"n": 4},
+    }  # fmt: skip
+
+
+def test_the_run_s_rewards_score_held_out_prompts_without_answers(tmp_path: Path, unanswered: dict[str, Any]) -> None:
+    ended = train(make_config(tmp_path / "run", **unanswered))["evaluations"][1]
+    task = get_task("jsonl", **unanswered["task"]["params"])
+    mean = sum(int(row["topic"]) for row in task.rows("eval", 4, 0)) / 4
+    assert [(e["budget"], e["accuracy"]) for e in ended] == [("6", mean), ("full", mean)]
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"reward": {"funcs": ["task"]}}, "reward.funcs: task, and jsonl has no scorer without answers; name another"),
+    ({"reward": {"funcs": [{"func": "rouge_l", "params": {"column": "gold"}}]}}, "needs column gold"),
+])  # fmt: skip
+def test_what_cannot_score_is_told_before_a_model_is_loaded(
+    tmp_path: Path, unanswered: dict[str, Any], monkeypatch: pytest.MonkeyPatch, changes: Any, message: str
+) -> None:
+    monkeypatch.setattr("kvrl.train.run.load_policy", lambda *_: pytest.fail("a model was loaded"))
+    with pytest.raises(KvrlError, match=message):
+        build(make_config(tmp_path / "run", **{**unanswered, **changes}), lambda _: None)
+
+
+def test_a_pairwise_judge_scores_no_held_out_completion(tmp_path: Path, unanswered: dict[str, Any]) -> None:
+    judge = get_reward("judge", base_url="http://localhost:1", model="m", mode="pairwise")
+    assert isinstance(judge, Judge)
+    config = make_config(tmp_path / "run", **unanswered)
+    with pytest.raises(KvrlError, match="eval.n: 4 held-out completions, .* can score one alone; set eval.n to 0"):
+        check_scored_alone(config, Preferences(judge, 4), {})
+
+
+def test_an_evaluation_by_command_needs_answers(
+    tmp_path: Path, unanswered: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    params = json.dumps(unanswered["task"]["params"])
+    for more in ([], ["--curve"]):
+        flags = ["--task", "jsonl", "--task_params", params, "--n", "4", *more]
+        assert main(["eval", str(tmp_path / "model"), *flags]) == 2
+        assert "jsonl with answers: false has nothing to score completions by" in capsys.readouterr().err

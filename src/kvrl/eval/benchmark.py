@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -22,6 +22,17 @@ from kvrl.tasks import get_task
 from kvrl.tasks.files import FileTask
 from kvrl.tasks.math import MathProblems, math_scorer
 from kvrl.tasks.source import FILES
+from kvrl.train.config import RolloutSettings
+
+
+class Fields(NamedTuple):
+    """What messages call the benchmark and the folder of its files."""
+
+    name: str
+    folder: str
+
+
+FLAGS = Fields("--benchmark", "--data_dir")
 
 
 @dataclass(frozen=True)
@@ -37,7 +48,7 @@ class BenchmarkSet:
     aliases: tuple[str, ...] = ()
     """Other names that its file goes by."""
 
-    def find(self, folder: Path) -> Path:
+    def find(self, folder: Path, field: str) -> Path:
         """Its file in a folder: NAME_test or NAME, as .jsonl, .json or .parquet. KvrlError if there is none."""
         stems = [stem for name in (self.name, *self.aliases) for stem in (f"{name}_test", name)]
         for stem in stems:
@@ -45,11 +56,11 @@ class BenchmarkSet:
                 if (folder / f"{stem}{suffix}").is_file():
                     return folder / f"{stem}{suffix}"
         names = ", ".join(f"{stem}.jsonl" for stem in stems)
-        raise KvrlError(f"--data_dir: {folder} has no file of {self.name} ({names}); add it, or leave --data_dir out")
+        raise KvrlError(f"{field}: {folder} has no file of {self.name} ({names}); add it, or leave {field} out")
 
-    def make_task(self, folder: Path | None, task_params: dict[str, Any]) -> MathProblems:
+    def make_task(self, folder: Path | None, task_params: dict[str, Any], fields: Fields) -> MathProblems:
         """The task whose eval rows are the set. task_params: further parameters, such as the template."""
-        source = self.hub if folder is None else {**self.params, "eval_path": str(self.find(folder))}
+        source = self.hub if folder is None else {**self.params, "eval_path": str(self.find(folder, fields.folder))}
         task = get_task(self.task, **source, **task_params)
         assert isinstance(task, MathProblems)
         return task
@@ -108,14 +119,18 @@ def evaluate_sets(
     slots: int,
     say: Any = print,
     teacher: torch.nn.Module | None = None,
+    rollout: RolloutSettings | None = None,
 ) -> list[SetResult]:
-    """One set after the other, `n` problems of each at most (None: all), drawn by the seed. teacher: see `evaluate`."""
+    """One set after the other, `n` problems of each at most (None: all), drawn by the seed.
+
+    teacher, rollout: see `evaluate`.
+    """
     results = []
     for name, task in sets:
         problems = len(task.eval_rows) if n is None else min(n, len(task.eval_rows))
         evaluations = evaluate(
             model, tokenizer, task, cache=cache, budgets=budgets, sampling=sampling, n=problems, seed=seed,
-            slots=slots, teacher=teacher,
+            slots=slots, teacher=teacher, rollout=rollout,
         )  # fmt: skip
         results.append(SetResult(name, problems, evaluations))
         accuracies = ", ".join(f"{e.budget} {e.accuracy:.3f}" for e in evaluations)
@@ -145,18 +160,29 @@ def benchmark_table(results: Sequence[SetResult], title: str) -> Table:
     return table
 
 
-def load_sets(name: str, data_dir: str | None, task_params: dict[str, Any]) -> list[tuple[str, MathProblems]]:
-    """The tasks of a benchmark with their rows read, so that a missing file is told before a model is loaded."""
+def as_json(results: Sequence[SetResult]) -> dict[str, Any]:
+    """The sets' evaluations, and their mean for each budget."""
+    sets = {r.name: {"problems": r.problems, "results": [asdict(e) for e in r.evaluations]} for r in results}
+    return {"sets": sets, "mean": means(results)}
+
+
+def load_sets(
+    name: str, data_dir: str | None, task_params: dict[str, Any], *, fields: Fields = FLAGS
+) -> list[tuple[str, MathProblems]]:
+    """The tasks of a benchmark with their rows read, so that a missing file is told before a model is loaded.
+
+    fields: what messages call name and folder.
+    """
     if name not in BENCHMARKS:
-        raise KvrlError(f"--benchmark: {name} is not one of {', '.join(BENCHMARKS)}; choose one of them")
+        raise KvrlError(f"{fields.name}: {name} is not one of {', '.join(BENCHMARKS)}; choose one of them")
     folder = None if data_dir is None else Path(data_dir)
     if folder is not None and not folder.is_dir():
-        raise KvrlError(f"--data_dir: {folder} is not a folder; give the folder of the files, or leave it out")
+        raise KvrlError(f"{fields.folder}: {folder} is not a folder; give the folder of the files, or leave it out")
     own = {*FileTask.model_fields, *(param for one in BENCHMARKS[name] for param in (*one.params, *one.hub))}
     for param in task_params:
         if param in own:
             raise KvrlError(f"task.params.{param}: benchmark {name} says itself what its sets are; leave it out")
-    sets = [(one.name, one.make_task(folder, task_params)) for one in BENCHMARKS[name]]
+    sets = [(one.name, one.make_task(folder, task_params, fields)) for one in BENCHMARKS[name]]
     for _, task in sets:
         assert task.eval_rows
     return sets
@@ -176,8 +202,7 @@ def run_benchmark(
             teacher=teacher,
         )  # fmt: skip
     if args.json:
-        sets_json = {r.name: {"problems": r.problems, "results": [asdict(e) for e in r.evaluations]} for r in results}
-        print(to_json({"model": args.model, "benchmark": args.benchmark, "policy": args.policy, "sets": sets_json,
-                       "mean": means(results)}, indent=2))  # fmt: skip
+        about = {"model": args.model, "benchmark": args.benchmark, "policy": args.policy}
+        print(to_json(about | as_json(results), indent=2))
     else:
         Console().print(benchmark_table(results, f"{args.model} on {args.benchmark}, policy {args.policy}"))

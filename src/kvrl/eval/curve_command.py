@@ -18,13 +18,12 @@ from kvrl.cache.config import CacheConfig
 from kvrl.cache.policies import make_policy
 from kvrl.errors import KvrlError
 from kvrl.eval.curve import TRUNCATED, UNCOMPRESSED, Curve, Decoder, Point, measure
-from kvrl.eval.evaluate import held_out
+from kvrl.eval.evaluate import held_out, scored_task
 from kvrl.eval.models import load, load_other
 from kvrl.eval.report import check_figure, to_json, widened
 from kvrl.eval.run_defaults import settings_of, uncompressed_of, without_task
 from kvrl.progress import sampling_bar
 from kvrl.sampler.config import SamplingConfig
-from kvrl.tasks import get_task
 from kvrl.train.data import PromptLimits
 
 BASELINES = ["tova", "streaming", "rkv", "snapkv"]
@@ -111,7 +110,7 @@ def measured(
 ) -> Curve:  # fmt: skip
     """Load the models and decode everything."""
     n = 256 if args.n is None else args.n
-    task = get_task(args.task, **args.task_params)
+    task = scored_task(args)
     model, tokenizer = load(args.model, args.dtype, "MODEL")
     windows = windows_of(cache, model, "MODEL", args.model)
     check_limit(windows.every, sampling.max_completion_length)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from kvrl.eval.models import load, load_other
 from kvrl.eval.report import to_json, widened
 from kvrl.eval.run_defaults import is_teacher, settings_of, teacher_of, without_task
 from kvrl.progress import sampling_bar
-from kvrl.rewards.call import score
+from kvrl.rewards.call import Scores, score
 from kvrl.sampler.config import SamplingConfig
 from kvrl.sampler.engine import Engine
 from kvrl.sampler.request import Progress
@@ -29,6 +29,9 @@ from kvrl.sampler.types import Rollout
 from kvrl.tasks import Task, completion_text, encode_prompt, get_task
 from kvrl.train.config import RolloutSettings
 from kvrl.train.data import PromptLimits, columns_of
+
+Scoring = Callable[[list[str], Mapping[str, list]], Scores]
+"""Scores completions by the rows' columns."""
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,12 @@ def evaluate(
     rollout: RolloutSettings | None = None,
     on_step: Callable[[Progress], None] | None = None,
     teacher: nn.Module | None = None,
+    rewards: Scoring | None = None,
 ) -> list[Evaluation]:
     """Mean reward of one completion for each of n held-out problems, under each budget (`full`: the whole cache).
 
     budgets: as `CacheConfig.at_budget` reads them. teacher: decodes whatever has no beacons (None: the model does).
+    rewards: score the completions where the task has no scorer.
 
     rollout: the limits of prompts. A problem over one of them, or whose protected entries exceed one of the budgets,
     stops the evaluation (the default), or is left out under all budgets, so that all meet the same problems.
@@ -81,14 +86,14 @@ def evaluate(
     rows, prompts = held_out(tokenizer, task, PromptLimits.of(settings, *caches), n, seed)
     results = []
     for budget, chosen in zip(budgets, caches, strict=True):
-        engine, rollouts, rewards = decode(
+        engine, rollouts, scores = decode(
             model if teacher is None or chosen.is_beacon else teacher, tokenizer, task, rows, prompts, cache=chosen,
-            sampling=sampling, seed=seed, slots=slots, rollout=settings, on_step=on_step,
+            sampling=sampling, seed=seed, slots=slots, rollout=settings, on_step=on_step, rewards=rewards,
         )  # fmt: skip
         results.append(
             Evaluation(
                 budget=str(budget),
-                accuracy=float(rewards.nanmean()),
+                accuracy=float(scores.nanmean()),
                 kv_bytes=engine.kv_bytes,
                 kv_bytes_share=engine.kv_bytes / engine.dense_kv_bytes,
                 mean_length=sum(len(r.completion_ids) for r in rollouts) / len(rollouts),
@@ -116,6 +121,7 @@ def decode(
     slots: int,
     rollout: RolloutSettings | None = None,
     on_step: Callable[[Progress], None] | None = None,
+    rewards: Scoring | None = None,
 ) -> tuple[Engine, list[Rollout], Tensor]:
     """One completion for each held-out problem under a cache: the engine, the rollouts, and their rewards f32 [N]."""
     settings = rollout or RolloutSettings()
@@ -125,13 +131,27 @@ def decode(
         kv_memory=settings.kv_memory, native_kernels=settings.native_kernels, cuda_graphs=settings.cuda_graphs,
     )  # fmt: skip
     rollouts = engine.run(prompts, seed=seed, on_step=on_step)
-    return engine, rollouts, rewards_of(task, rows, [completion_text(tokenizer, r) for r in rollouts])
+    return engine, rollouts, rewards_of(task, rows, [completion_text(tokenizer, r) for r in rollouts], rewards)
 
 
-def rewards_of(task: Task, rows: list[dict[str, Any]], texts: list[str]) -> Tensor:
-    """The task's own rewards of completions, f32 [N], NaN where there is none."""
+def rewards_of(task: Task, rows: list[dict[str, Any]], texts: list[str], rewards: Scoring | None = None) -> Tensor:
+    """The task's own rewards of completions, f32 [N], NaN where there is none; those of `rewards` if it has none."""
+    if task.reward is None:
+        assert rewards is not None
+        return rewards(texts, columns_of(rows)).rewards
     # no remedy: reward.on_error is a training run's and does not change what is measured
     return score([task.reward], None, texts, columns_of(rows), names=["task"], remedy="").rewards
+
+
+def scored_task(args: argparse.Namespace) -> Task:
+    """The task of `kvrl eval`. KvrlError for one that cannot score completions."""
+    task = get_task(args.task, **args.task_params)
+    if task.reward is None:
+        raise KvrlError(
+            f"--task_params: {task.name} with answers: false has nothing to score completions by; give rows with "
+            "answers and leave answers out"
+        )
+    return task
 
 
 def held_out(
@@ -244,7 +264,7 @@ def run_eval(args: argparse.Namespace) -> None:
     if args.data_dir is not None:
         raise KvrlError("--data_dir: is the folder of a benchmark's files; for a task set --task_params '{path: FILE}'")
     n = 256 if args.n is None else args.n
-    task = get_task(args.task, **args.task_params)
+    task = scored_task(args)
     task.rows("eval", n, args.seed)
     model, tokenizer = load(args.model, args.dtype, "MODEL")
     teacher = teacher_for(args, cache, tokenizer)

@@ -115,6 +115,11 @@ def resolve(entry: RewardEntry, task: Task) -> RewardFunc:
     if entry.func == "task":
         if entry.params:
             raise KvrlError("reward.funcs.task.params: the task's scorer has none; set task.params")
+        if task.reward is None:
+            raise KvrlError(
+                f"reward.funcs: task, and {task.name} has no scorer without answers; name another function, or set "
+                "task.params.answers to true"
+            )
         return task.reward
     if ":" not in entry.func:
         return get_reward(entry.func, **entry.params)

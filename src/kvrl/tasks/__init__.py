@@ -51,10 +51,11 @@ class Task(Protocol):
         """`n` problems of split `train` or `eval`, which never overlap: `prompt` and the reward's columns."""
 
     @property
-    def reward(self) -> Callable[..., list[float | None]]:
+    def reward(self) -> Callable[..., list[float | None]] | None:
         """A method `reward(completions, **columns)`: one for each completion, from the rows' columns as lists.
 
-        It names the columns that it needs. None drops the sample.
+        It names the columns that it needs. None in the list drops the sample. None for the method: the rows hold
+        nothing to score by, and the reward section's functions score held-out completions too.
         """
 
     def demonstrations(self, n: int, seed: int) -> list[tuple[Prompt, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from kvrl.errors import KvrlError
@@ -19,7 +20,7 @@ class JsonLines(FileTask):
     path: str
     """A local .jsonl, .json or .parquet file, or a hub name."""
     answers: bool = True
-    """Whether the rows must have an `answer`: false where `reward.funcs` does not ask for the task's own scorer."""
+    """Whether the rows must have an `answer`. If not, the task has no scorer, and `reward.funcs` names what has."""
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -45,6 +46,11 @@ class JsonLines(FileTask):
             raise KvrlError(f"{where}: answer is null; give the text that a right completion equals")
         return record
 
-    def reward(self, completions: list[str], answer: list, **_: list) -> list[float | None]:
+    @property
+    def reward(self) -> Callable[..., list[float | None]] | None:
+        """Exact match, where there are answers."""
+        return self.match if self.answers else None
+
+    def match(self, completions: list[str], answer: list, **_: list) -> list[float | None]:
         """1 for a completion that is the answer, surrounding space aside, else 0."""
         return [float(text.strip() == str(right).strip()) for text, right in zip(completions, answer, strict=True)]

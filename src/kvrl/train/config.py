@@ -147,6 +147,14 @@ class EvalSettings(Section):
     """Cache budgets evaluated, `full` for the whole cache. Default: cache.budget (unless the policy is dense), full."""
     seed: int = Field(0, ge=0)
     """Seed of the held-out problems and of their sampling: the same at each evaluation."""
+    benchmark: str | None = None
+    """A benchmark that the trained model meets at the end under the same budgets and sampling: `math7`."""
+    benchmark_dir: str | None = None
+    """The folder of the benchmark's files. Default: they come from the hub."""
+    benchmark_n: int | None = Field(None, ge=1)
+    """Most problems of each of its sets. Default: all."""
+    benchmark_params: dict[str, Any] = {}
+    """Parameters of its tasks: `template`, `system`, `chat`."""
 
 
 class ParitySettings(Section):

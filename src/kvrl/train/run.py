@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -19,13 +19,16 @@ from torch import nn
 from kvrl.beacons.config import beacons_for
 from kvrl.critic import Critic
 from kvrl.distill import Distillation, always
-from kvrl.errors import KvrlError
+from kvrl.errors import KvrlError, RewardError
+from kvrl.eval.benchmark import Fields, load_sets
 from kvrl.eval.run_defaults import run_of
 from kvrl.learner import Scorer
 from kvrl.rewards.build import Rewards, build_rewards, pair_judge
+from kvrl.rewards.call import Scores
 from kvrl.rewards.pairs import Preferences
 from kvrl.sampler.request import Progress
 from kvrl.tasks import Task, get_task
+from kvrl.tasks.math import MathProblems, math_scorer
 from kvrl.train.algorithms import make_algorithm
 from kvrl.train.algorithms.base import Algorithm
 from kvrl.train.beacon_start import beacon_start
@@ -71,6 +74,8 @@ class Run:
     optimizer: Any
     scheduler: Any
     prompts: PromptStream
+    benchmark: list[tuple[str, MathProblems]]
+    """The sets of `eval.benchmark`."""
     skipped: int = 0
     on_step: Callable[[Progress], None] | None = None
     """Told of each decode step."""
@@ -84,6 +89,13 @@ class Run:
     def models(self) -> dict[str, nn.Module]:
         """What is saved, by the folder's name: what was trained for, and a separate student's teacher."""
         return {MODEL: self.model} if self.student is None else {MODEL: self.student, TEACHER: self.model}
+
+    def score(self, texts: list[str], columns: Mapping[str, list]) -> Scores:
+        """The completions' rewards. RewardError if they cannot be had."""
+        try:
+            return self.rewards(texts, columns)
+        except KvrlError as error:
+            raise RewardError(str(error)) from error
 
     def state(self) -> dict[str, int]:
         """Where the run stands between two steps, beside what its models and optimiser hold."""
@@ -144,7 +156,10 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     rewards = make_rewards(config, task, accelerator.device)
     rewards.check(columns_of(task.rows("train", 1, config.seed)))
     if config.eval.n:
-        task.rows("eval", config.eval.n, config.eval.seed)
+        held_out = columns_of(task.rows("eval", config.eval.n, config.eval.seed)[:1])
+        if task.reward is None:
+            check_scored_alone(config, rewards, held_out)
+    benchmark = load_benchmark(config)
     for field, section in (
         ("warm_start", config.warm_start),
         ("breadcrumbs.warm_start", config.breadcrumbs.warm_start),
@@ -196,7 +211,7 @@ def build(config: Config, say: Say = print) -> tuple[Run, int]:
     )  # fmt: skip
     run = Run(
         config, accelerator, task, rewards, tokenizer, model, scorer, critic, pupil, make_algorithm(config),
-        reference, distiller, optimizer, scheduler, prompts,
+        reference, distiller, optimizer, scheduler, prompts, benchmark,
     )  # fmt: skip
     if resumed is None:
         return run, 0
@@ -221,6 +236,25 @@ def make_rewards(config: Config, task: Task, device: torch.device) -> Rewards | 
         if judge is None
         else Preferences(judge, config.sampling.num_generations)
     )
+
+
+def load_benchmark(config: Config) -> list[tuple[str, MathProblems]]:
+    """The sets that the trained model meets at the end, if there are any."""
+    if config.eval.benchmark is None:
+        return []
+    math_scorer()  # a missing package is told now
+    fields = Fields("eval.benchmark", "eval.benchmark_dir")
+    return load_sets(config.eval.benchmark, config.eval.benchmark_dir, config.eval.benchmark_params, fields=fields)
+
+
+def check_scored_alone(config: Config, rewards: Rewards | Preferences, columns: Mapping[str, list]) -> None:
+    """Raise KvrlError if the run's rewards cannot score held-out completions of a task that has no scorer."""
+    if isinstance(rewards, Preferences):
+        raise KvrlError(
+            f"eval.n: {config.eval.n} held-out completions, one to a problem, and neither the task, which has no "
+            "answers, nor a pairwise judge can score one alone; set eval.n to 0"
+        )
+    rewards.check(columns)
 
 
 def supervise(config: Config, model: Any, tokenizer: Any, task: Task, say: Say) -> None:

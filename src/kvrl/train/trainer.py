@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from kvrl.attention.probe import find_routers
 from kvrl.errors import KvrlError, RewardError
+from kvrl.eval.benchmark import as_json, benchmark_table, evaluate_sets
 from kvrl.eval.evaluate import Evaluation, evaluate
+from kvrl.eval.report import to_json
 from kvrl.rewards.call import Scores
 from kvrl.sampler.rollout import rollout
 from kvrl.sampler.types import Rollout
@@ -28,6 +31,8 @@ from kvrl.train.run import Run, build
 from kvrl.train.runlog import RunLog
 from kvrl.train.setup import REFERENCE
 from kvrl.train.update import update
+
+BENCHMARK = "benchmark.json"
 
 
 def train_step(run: Run, step: int) -> dict[str, float]:
@@ -142,10 +147,7 @@ def sample(run: Run, count: int) -> tuple[list[Rollout], Scores]:
         )
     texts = [completion_text(run.tokenizer, r) for r in rollouts]
     columns = columns_of([row.row for row in rows for _ in range(config.settings.num_generations)])
-    try:
-        return rollouts, run.rewards(texts, columns)
-    except KvrlError as error:
-        raise RewardError(str(error)) from error
+    return rollouts, run.score(texts, columns)
 
 
 def sampler_metrics(rounds: list[list[Rollout]]) -> dict[str, float]:
@@ -170,9 +172,21 @@ def evaluate_now(run: Run) -> list[Evaluation]:
         done += evaluate(
             model, run.tokenizer, run.task, cache=config.cache, budgets=budgets,
             sampling=config.sampling, n=config.eval.n, seed=config.eval.seed, slots=config.slots,
-            rollout=config.rollout, on_step=run.on_step,
+            rollout=config.rollout, on_step=run.on_step, rewards=run.score,
         )  # fmt: skip
     return done
+
+
+def benchmark(run: Run, output_dir: Path, say: Callable[[object], None]) -> None:
+    """The sets of `eval.benchmark`: a table, and benchmark.json."""
+    config, name = run.config, run.config.eval.benchmark
+    results = evaluate_sets(
+        run.student or run.model, run.tokenizer, run.benchmark, cache=config.cache, budgets=config.eval_budgets,
+        sampling=config.sampling, n=config.eval.benchmark_n, seed=config.eval.seed, slots=config.slots, say=say,
+        teacher=None if run.student is None else run.model, rollout=config.rollout,
+    )  # fmt: skip
+    (output_dir / BENCHMARK).write_text(to_json({"benchmark": name, **as_json(results)}, indent=2))
+    say(benchmark_table(results, f"{name}, policy {config.cache.policy}"))
 
 
 def save(run: Run, output_dir: Path, step: int, state: dict[str, int]) -> Path:
@@ -186,8 +200,8 @@ def save(run: Run, output_dir: Path, step: int, state: dict[str, int]) -> Path:
 def train(config: Config) -> dict[str, Any]:
     """Run a configuration to its end; returns the evaluations at start and end.
 
-    Writes metrics.jsonl, checkpoints/, model/, summary.json and figures to output_dir. KvrlError for a folder
-    that holds another run, before anything is changed, and for rewards that cannot be had, after a checkpoint.
+    Writes metrics.jsonl, checkpoints/, model/, summary.json, benchmark.json and figures to output_dir. KvrlError for a
+    folder that holds another run, before anything is changed, and for rewards that cannot be had, after a checkpoint.
     """
     from kvrl.eval.report import widened, write_report
 
@@ -208,22 +222,25 @@ def train(config: Config) -> dict[str, Any]:
                 evaluations[step] = evaluate_now(run)
                 log.evaluation(step, evaluations[step])
 
-        if done == 0:
-            evaluate_at(0)
-        for step in range(done + 1, config.train.max_steps + 1):
-            before = run.state()
-            try:
+        finished, state = done, run.state()
+        try:
+            if done == 0:
+                evaluate_at(0)
+            for step in range(done + 1, config.train.max_steps + 1):
                 log.step(step, train_step(run, step))
-            except RewardError as error:
-                kept = save(run, output_dir, step - 1, before)
-                raise KvrlError(
-                    f"{error}; what {step - 1} steps gave is in {kept}: --checkpoint.resume latest"
-                ) from error
-            if config.eval.every and step % config.eval.every == 0 and step < config.train.max_steps:
-                evaluate_at(step)
-            if config.checkpoint.every and step % config.checkpoint.every == 0:
-                save(run, output_dir, step, run.state())
-        save_models(output_dir, run.models, run.tokenizer)
-        evaluate_at(config.train.max_steps)
+                finished, state = step, run.state()
+                if config.eval.every and step % config.eval.every == 0 and step < config.train.max_steps:
+                    evaluate_at(step)
+                if config.checkpoint.every and step % config.checkpoint.every == 0:
+                    save(run, output_dir, step, state)
+            save_models(output_dir, run.models, run.tokenizer)
+            evaluate_at(config.train.max_steps)
+            if run.benchmark:
+                benchmark(run, output_dir, log.say)
+        except RewardError as error:
+            kept = save(run, output_dir, finished, state)
+            raise KvrlError(
+                f"{error}; the run after step {finished} is in {kept}: --checkpoint.resume latest"
+            ) from error
         summary = write_report(output_dir, log.say)
     return summary | {"evaluations": {k: [asdict(e) for e in v] for k, v in evaluations.items()}}
