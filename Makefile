@@ -10,7 +10,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvrl-setup
 
-.PHONY: setup train test lint check clean
+.PHONY: setup train test lint check results clean
 
 setup: $(STAMP)
 
@@ -37,6 +37,15 @@ lint: setup
 	$(BIN)/mypy
 
 check: lint test
+
+# The studies of docs/results.md and both figures of the log-ratio's spread: hours, and they go on where they stopped.
+STUDIES := gentle tight matrix algorithms distill
+results: setup
+	$(BIN)/kvrl fetch smollm2-135m
+	$(BIN)/kvrl study $(STUDIES:%=examples/results/%.yaml) --output_dir runs/results --jobs $(JOBS) --report docs/results.md
+	$(BIN)/kvrl study examples/results/smollm2.yaml --output_dir runs/results --jobs 1 --report docs/results.md
+	$(BIN)/kvrl variance --model tiny --output docs/variance.png
+	$(BIN)/kvrl variance --model smollm2-135m --output docs/variance_smollm2.png
 
 clean:
 	rm -rf $(VENV) runs .mypy_cache .ruff_cache .pytest_cache

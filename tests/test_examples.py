@@ -64,6 +64,8 @@ def test_sparse_rl_has_the_papers_settings():
         assert (rule.reject_below, rule.max_weight, rule.band, rule.normalize) == (1e-4, 1.5, (0.5, 1.5), True)
         assert (config.grpo.beta, config.grpo.epsilon, config.grpo.num_generations) == (1e-4, 0.2, 8)
         assert (config.train.prompts_per_step, config.train.learning_rate) == (128, 1e-6)
+        assert (config.grpo.num_minibatches, config.grpo.num_iterations, config.train.max_steps) == (4, 1, 100)
+        assert (config.train.weight_decay, config.train.adam_beta1, config.train.adam_beta2) == (0.1, 0.9, 0.98)
         assert (config.sampling.max_completion_length, config.sampling.temperature) == (4096, 1.0)
         assert config.task.name == "math" and config.task.params["levels"] == [3, 4, 5]
 

@@ -251,7 +251,12 @@ def _add_study(commands: argparse._SubParsersAction) -> None:
     parser.add_argument("studies", metavar="STUDY", nargs="+", help="a YAML file, see examples/results")
     parser.add_argument("--output_dir", default="runs/results", metavar="FOLDER", help="runs, tables and plots")
     parser.add_argument("--jobs", type=positive, default=2, help="runs at once, each on one core")
-    parser.add_argument("--report", default=None, metavar="FILE.md", help="a page that takes the tables in")
+    parser.add_argument(
+        "--report",
+        default=None,
+        metavar="FILE.md",
+        help="a page that takes the tables in, and the files that it links to",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON alone on stdout")
 
 

@@ -379,3 +379,17 @@ def test_tables_go_between_their_markers_alone(tmp_path):
     assert page.read_text() == "before\n<!-- study: tight -->\n\n| new |\n\n<!-- end of study -->\nafter\n"
     with pytest.raises(KvrlError, match="study: gentle"):
         study_report.insert(page, "gentle", "x")
+
+
+def test_a_page_gets_the_files_that_it_links_to(tmp_path):
+    folder, page = tmp_path / "runs" / "tight", tmp_path / "results.md"
+    folder.mkdir(parents=True)
+    for name in ("table.md", "study.json", "plot.png"):
+        (folder / name).write_text(f"new {name}")
+    page.write_text("<!-- study: tight -->\n<!-- end of study -->\n[numbers](tight.json)\n")
+    study_report.publish(page, folder)
+    assert "new table.md" in page.read_text() and (tmp_path / "tight.json").read_text() == "new study.json"
+    assert not (tmp_path / "tight.png").exists()
+    page.write_text(page.read_text() + "![plot](tight.png)\n")
+    study_report.publish(page, folder)
+    assert (tmp_path / "tight.png").read_text() == "new plot.png"

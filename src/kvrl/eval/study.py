@@ -65,7 +65,7 @@ class Tried:
 
 def run_study(args: argparse.Namespace) -> None:
     """`kvrl study`: run what is missing, then write study.json, table.md and plot.png to the study's folder."""
-    from kvrl.eval.study_report import insert, write_study
+    from kvrl.eval.study_report import publish, write_study
     from kvrl.train.output import make_output_dir
 
     runners = []
@@ -84,7 +84,7 @@ def run_study(args: argparse.Namespace) -> None:
         say = Console(stderr=args.json)
         write_study(runner.folder, runner.study, runner.run(), say.print)
         if args.report is not None:
-            insert(Path(args.report), runner.folder.name, (runner.folder / "table.md").read_text())
+            publish(Path(args.report), runner.folder)
         if args.json:
             print((runner.folder / "study.json").read_text())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,6 +20,7 @@ from kvrl.eval.report import to_json
 if TYPE_CHECKING:
     from kvrl.eval.study import Outcome, Study
 
+NUMBERS, TABLE, PLOT = "study.json", "table.md", "plot.png"
 COLLAPSED = 0.5  # a run whose reward at the end is below this share of its reward at the beginning
 
 
@@ -26,11 +28,11 @@ def write_study(folder: Path, study: Study, results: dict[str, dict[str, Any]], 
     """Write study.json, table.md and plot.png, and show the tables."""
     rows = {name: summarise(result) for name, result in results.items()}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "study.json").write_text(to_json({"title": study.title, "variants": rows}, indent=2))
+    (folder / NUMBERS).write_text(to_json({"title": study.title, "variants": rows}, indent=2))
     text = "\n\n".join([main_table(rows), *curve_tables(rows), *decoding_table(rows), *tuning_table(rows)]) + "\n"
-    (folder / "table.md").write_text(text)
-    plot(folder / "plot.png", [line_of(study, name, result) for name, result in results.items()])
-    say(f"{study.title}\n\n{text}\nplot: {folder / 'plot.png'}")
+    (folder / TABLE).write_text(text)
+    plot(folder / PLOT, [line_of(study, name, result) for name, result in results.items()])
+    say(f"{study.title}\n\n{text}\nplot: {folder / PLOT}")
 
 
 def line_of(study: Study, name: str, result: dict[str, Any]) -> Line:
@@ -44,6 +46,15 @@ def line_of(study: Study, name: str, result: dict[str, Any]) -> Line:
         [o.full for o in outcomes],
         full_cache_rollouts=fields.get("method") in ("dense", "breadcrumbs"),
     )
+
+
+def publish(report: Path, folder: Path) -> None:
+    """Put a study's tables into a page, and NAME.json and NAME.png beside it where the page links to them."""
+    name = folder.name
+    insert(report, name, (folder / TABLE).read_text())
+    for file, published in ((NUMBERS, f"{name}.json"), (PLOT, f"{name}.png")):
+        if f"]({published})" in report.read_text():
+            shutil.copy(folder / file, report.parent / published)
 
 
 def insert(report: Path, name: str, table: str) -> None:

@@ -22,7 +22,8 @@ from kvrl.objectives.ratios import ratio_metrics, share, weights_of
 class SparseRLConfig(BaseModel):
     """Sparse-RL as the config file states it; the defaults are the released settings.
 
-    The paper's text has neither band nor normalisation: band null, normalize false.
+    The paper's text has neither band nor normalisation: band null, normalize false. The released code takes the mean of
+    `normalize` over all tokens of a micro-batch, rejected and masked ones too: another scale of the update.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True)

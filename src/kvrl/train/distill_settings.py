@@ -19,7 +19,8 @@ class DistillSettings(Section):
     """`paper` is arXiv 2605.06850, section 3: 0.1 KL(dense || sparse), of which the sparse view has no gradient; fields
     given beside it override it."""
     weight: NonNegative = 0.0
-    """Weight of the term. 0: no dense forward."""
+    """Weight of the term, a mean over the tokens that the objective counts (under online_dpo those of the pairs). 0: no
+    dense forward."""
     teacher: View = "sparse"
     """The view that teaches, without gradient; the other learns."""
     teacher_weights: Literal["live", "start", "average"] = "live"

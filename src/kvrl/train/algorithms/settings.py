@@ -58,7 +58,8 @@ class GrpoSettings(ClippedSettings):
 
 
 class RlooSettings(ClippedSettings):
-    """`beta` weighs the KL in the reward, summed over the completion (arXiv 2402.14740, eq. 2)."""
+    """`beta` weighs the KL in the reward, summed over the completion (arXiv 2402.14740, eq. 2). The completion is one
+    action: with several updates its ratio, the product of its tokens', is what `epsilon` clips, as in TRL."""
 
 
 class PpoSettings(ClippedSettings):
