@@ -39,7 +39,7 @@ lint: setup
 check: lint test
 
 # The studies of docs/results.md and both figures of the log-ratio's spread: hours, and they go on where they stopped.
-STUDIES := gentle tight matrix algorithms distill
+STUDIES := gentle tight matrix algorithms distill distill_default
 results: setup
 	$(BIN)/kvrl fetch smollm2-135m
 	$(BIN)/kvrl study $(STUDIES:%=examples/results/%.yaml) --output_dir runs/results --jobs $(JOBS) --report docs/results.md
