@@ -48,6 +48,14 @@ def test_full_cache_rollouts_are_dashed_and_said_to_be_so(tmp_path, figures):
     assert all(tick == int(tick) for tick in left.get_xticks())
 
 
+@pytest.mark.parametrize(("names", "shown"), [(["dense", "naive"], True), (["online_dpo, shadow_mask"] * 2, False)])
+def test_names_that_would_run_into_each_other_stand_in_the_legend_alone(tmp_path, figures, names, shown):
+    outcome_plot.plot(tmp_path / "p.png", [Line(name, [[0.1, 0.2]], [0.3], [0.9]) for name in names])
+    (figure,) = figures()
+    assert [label.get_text() for label in figure.axes[1].get_xticklabels()] == (names if shown else ["", ""])
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == names
+
+
 def test_many_lines_have_a_colour_each_and_a_legend_of_their_own(tmp_path, figures):
     outcome_plot.plot(tmp_path / "p.png", [Line(f"variant {i}", [[0.1, 0.2]], [0.3], [0.9]) for i in range(18)])
     (figure,) = figures()

@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
+TICK_CHARACTERS = 44
+"""Of the names below the right panel, which stand in one line."""
+
+
 @dataclass(frozen=True)
 class Line:
     """One method or variant: what its seeds gave."""
@@ -59,7 +63,8 @@ def plot(path: Path, lines: Sequence[Line]) -> None:
     step_ticks(left)
     right.set(ylabel="held-out accuracy at the end", ylim=(0, 1))
     names = [line.name for line in lines]
-    right.set_xticks(range(len(names)), [""] * len(names) if many else names)  # the colours and the order say which
+    fit = not many and sum(map(len, names)) <= TICK_CHARACTERS  # if not, colours and order say which
+    right.set_xticks(range(len(names)), names if fit else [""] * len(names))
     kinds = [
         Line2D([], [], marker=marker, color="0.4", markeredgecolor="black", linestyle="none", markersize=9, label=label)
         for marker, label in (("o", "compressed decoding"), ("^", "full-cache decoding"))
