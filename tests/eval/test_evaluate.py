@@ -87,7 +87,7 @@ def test_a_training_run_passes_its_choice_on(tmp_path, monkeypatch):
 
     class Run:
         config: Config = make_config(tmp_path, rollout={"on_small_budget": "drop"})
-        model = tokenizer = task = on_step = None
+        model = tokenizer = task = on_step = score = None
 
         def decoded(self):
             return [(None, ["full"])]
