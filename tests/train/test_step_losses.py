@@ -31,10 +31,9 @@ def run_of(folder, monkeypatch, **changes) -> Run:
     return build(make_config(folder, **changes), lambda text: None)[0]
 
 
-def step_loss(run: Run, batch: Batch) -> tuple[float, dict[str, Any], Any, Any]:
-    """The objective of one optimiser step over the whole batch once the policy has moved, and what it is made of.
-
-    Returns (loss, lists of log-probs and values by completion, fixed, scored).
+def step_loss(run: Run, batch: Batch) -> tuple[float, dict[str, Any]]:
+    """The objective of one optimiser step over the whole batch once the policy has moved, and what it is made of:
+    lists of log-probs and values by completion.
     """
     fixed = make_course(run, batch, 2).fixed
     moved(run)
@@ -52,7 +51,7 @@ def step_loss(run: Run, batch: Batch) -> tuple[float, dict[str, Any], Any, Any]:
         "reference": by_row(fixed.views.reference), "values": by_row(scored.values),
         "old_values": by_row(fixed.views.values),
     }  # fmt: skip
-    return float(loss), parts, fixed, scored
+    return float(loss), parts
 
 
 def clipped(ratio: float, advantage: float, low: float = 0.2, high: float | None = None) -> float:
@@ -79,7 +78,7 @@ def test_sparse_rl_optimises_the_papers_objective(tmp_path, monkeypatch, setting
     """J of arXiv 2601.10079 by default: means over each completion's tokens, then over all completions."""
     run = run_of(tmp_path, monkeypatch, method="sparse_rl", sparse_rl=settings, grpo={"beta": 0.2})
     batch, _ = collect(run)
-    loss, parts, _, _ = step_loss(run, batch)
+    loss, parts = step_loss(run, batch)
     eps, cap = settings.get("reject_below", 1e-4), settings.get("max_weight", 1.5)
     low, high = settings.get("band", (0.5, 1.5)) or (0.0, math.inf)
     xi = [
@@ -108,7 +107,7 @@ def test_sparse_rl_optimises_the_papers_objective(tmp_path, monkeypatch, setting
     assert loss == pytest.approx(-j, abs=1e-5)
 
 
-def test_sparse_rl_under_another_loss_type_is_told(tmp_path, monkeypatch):
+def test_sparse_rl_has_another_default_loss_type_and_takes_what_is_given(tmp_path, monkeypatch):
     run = run_of(tmp_path, monkeypatch, method="sparse_rl")
     assert run.algorithm.loss_type()[0] == "grpo"
     given = run_of(tmp_path / "dapo", monkeypatch, method="sparse_rl", grpo={"loss_type": "dapo"})
@@ -130,7 +129,7 @@ def test_grpo_scales_rewards_and_clips_as_it_is_told(tmp_path, monkeypatch, scal
     }
     run = run_of(tmp_path, monkeypatch, grpo=settings)
     batch, _ = collect(run)
-    loss, parts, _, _ = step_loss(run, batch)
+    loss, parts = step_loss(run, batch)
     rewards = batch.rewards.double().view(-1, 4)
     advantages = rewards - rewards.mean(-1, keepdim=True)
     if scale != "none":
@@ -158,7 +157,7 @@ def test_ppo_is_the_clipped_losses_of_policy_and_critic(tmp_path, monkeypatch, k
     torch.nn.init.normal_(run.critic.head.weight, generator=torch.Generator().manual_seed(1))
     update(run, collect(run)[0], 1)  # the policy leaves its reference
     batch, _ = collect(run)
-    loss, parts, _, _ = step_loss(run, batch)
+    loss, parts = step_loss(run, batch)
     advantages, returns, penalties = [], [], []
     for i, old in enumerate(parts["old"]):
         k1 = [o - r for o, r in zip(old, parts["reference"][i], strict=True)]
@@ -201,7 +200,7 @@ def test_rloo_has_one_ratio_for_each_completion(tmp_path, monkeypatch):
         tmp_path, monkeypatch, algorithm="rloo", rloo={"num_generations": 4, "num_iterations": 2, "epsilon": 0.5}
     )
     batch, _ = collect(run)
-    loss, parts, _, _ = step_loss(run, batch)
+    loss, parts = step_loss(run, batch)
     rewards = batch.rewards.double().tolist()
     j = 0.0
     for i, (new, old) in enumerate(zip(parts["logps"], parts["old"], strict=True)):
@@ -220,7 +219,7 @@ def test_online_dpo_has_the_loss_that_it_is_told(tmp_path, monkeypatch, loss_typ
     settings = {"num_generations": 4, "beta": 0.3, "loss_type": loss_type, "average_logps": average, "pairs": "all"}
     run = run_of(tmp_path, monkeypatch, algorithm="online_dpo", online_dpo=settings)
     batch, _ = collect(run)
-    loss, parts, _, _ = step_loss(run, batch)
+    loss, parts = step_loss(run, batch)
     rewards, losses = batch.rewards.tolist(), []
     gains = []
     for new, reference in zip(parts["logps"], parts["reference"], strict=True):
